@@ -61,22 +61,18 @@ def test_rows_are_aligned():
     assert len(first) == len(second) and first.split()[:3] == ["1", "4", "4.4"]
 
 
-def test_model_too_large_for_one_process_names_the_layers_that_fit(monkeypatch, tmp_path, capsys):
+def test_model_too_large_for_one_process_is_compared_with_fewer_layers(monkeypatch):
     monkeypatch.setattr(verify, "device_memory", lambda device: 24e9)
     monkeypatch.setattr(verify, "memory_limit", lambda: None)
     flags = ["--devices", "8", "--train.micro_batch_size", "1", "--train.max_seq_length", "512"]
 
-    def error(command, setup, positionals, *argv) -> str:
-        with run_args_of(**parse(command, setup, positionals, [*argv, *flags])) as args:
-            with pytest.raises(UserError) as caught:
-                require_memory_of_one_process(args, "cuda")
-        return str(caught.value)
-
-    message = error("pretrain", pretrain.setup, ("model_name",), "Llama-2-7b-hf", "--model_config.vocab_size", "32000")
+    argv = ["Llama-2-7b-hf", "--model_config.vocab_size", "32000", *flags]
+    with run_args_of(**parse("pretrain", pretrain.setup, ("model_name",), argv)) as args:
+        with pytest.raises(UserError) as caught:
+            require_memory_of_one_process(args, "cuda")
+    message = str(caught.value)
     assert message.startswith("--devices 8: Llama-2-7b-hf does not fit on one process for comparison: it needs about 1")
-    assert "24.0 GB are there; compare fewer layers, --model_config.n_layer 4" in message
-    message = error("finetune_full", finetune_full.setup, ("checkpoint_dir",), "meta-llama/Llama-2-7b-hf")
-    assert "`toolkit verify_parallel pretrain Llama-2-7b-hf --model_config.n_layer 4` with the same devices" in message
+    assert "24.0 GB are there; compare fewer layers: `toolkit verify_parallel pretrain Llama-2-7b-hf --model_" in message
 
 
 def test_a_model_that_fits_is_accepted():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from tempfile import TemporaryDirectory
 
 from toolkit.diagnostics.comparison import Difference, choose_splits, choose_tolerance, compare
@@ -13,7 +12,6 @@ from toolkit.distributed import ranks
 from toolkit.distributed.device import device_memory
 from toolkit.distributed.world import WorldInfo
 from toolkit.errors import DifferenceError, UserError, require_option
-from toolkit.models.config import ModelOverrides
 from toolkit.planning.auto import resolve_auto
 from toolkit.planning.plan import format_memory, plan_run
 from toolkit.planning.resolve import DeviceSpec, ResolvedConfig
@@ -143,25 +141,15 @@ def format_step(step: int, record: StepRecord, reference: StepRecord, difference
 
 def require_memory_of_one_process(args: RunArgs, device: str) -> None:
     """Check that the model fits on one process, by the memory plan."""
-    single, spec = single_process_args(args), DeviceSpec(device, 1, 1)
     try:
-        plan = fewer = plan_run(single, spec)
+        plan = plan_run(single_process_args(args), DeviceSpec(device, 1, 1))
     except UserError:
         return  # the vocabulary size is unknown before the data is prepared
     limit = min(device_memory(device), (memory_limit() or float("inf")) if device == "cpu" else float("inf"))
     if plan.memory.total <= limit:
         return
-    layers = plan.model.n_layer
-    while layers > 1 and fewer.memory.total > limit:
-        layers //= 2
-        overrides = ModelOverrides(**vars(single.model_config) | {"n_layer": layers})
-        fewer = plan_run(replace(single, model_config=overrides), spec)
-    fix = f"--model_config.n_layer {layers}"
-    if fewer.memory.total > limit:
-        fix = f"{fix} and a smaller --train.micro_batch_size or --train.max_seq_length"
-    if args.initial_checkpoint_dir is not None:
-        fix = f"`toolkit verify_parallel pretrain {plan.model.name} {fix}` with the same devices and strategy"
     raise UserError(
         f"--devices {args.devices}: {plan.model.name} does not fit on one process for comparison: it needs about "
-        f"{format_memory(plan.memory)}, and {limit / 1e9:,.1f} GB are there; compare fewer layers, {fix}"
+        f"{format_memory(plan.memory)}, and {limit / 1e9:,.1f} GB are there; compare fewer layers: `toolkit "
+        f"verify_parallel pretrain {plan.model.name} --model_config.n_layer 2` with the same devices and strategy"
     )
