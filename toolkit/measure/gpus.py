@@ -4,10 +4,9 @@ import csv
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from string import digits
 from typing import Any, NamedTuple
 
-from toolkit.errors import UserError, did_you_mean
+from toolkit.errors import UserError
 
 
 class Generation(NamedTuple):
@@ -110,12 +109,8 @@ def find_gpu(name: str, accelerator: str = "cuda", option: str = "--speed") -> t
     if fitting:
         best = max(fitting, key=lambda gpu: GPUS[gpu].memory)
         return best, GPUS[best]
-    key = _key(name).replace("pcie", "")
-    series = [gpu for gpu in GPUS if _key(gpu).strip(digits) == key.strip(digits)]  # H for "H300": as similar is 3090
-    near = did_you_mean(key, series or GPUS, normalize=_key)
-    if matches:
-        near = f"; with other memory: {' or '.join(matches)}"
-    raise UserError(f"{option} {name}: unknown GPU{near} ({', '.join(GPUS)})")
+    near = f"with other memory: {' or '.join(matches)}" if matches else f"known are {', '.join(GPUS)}"
+    raise UserError(f"{option} {name}: unknown GPU; {near}")
 
 
 def _key(name: str) -> str:
