@@ -70,7 +70,7 @@ def test_n6_validation_has_the_parts_and_uses_row_indices(fabric, ragged, noisy)
     rows = ragged.val
     for size in (1, 4):
         batches = list(val_batches(rows, micro_batch_size=size, rank=0, world_size=1, max_rows=None))
-        metrics = validate(fabric, NEXT_TOKEN, fabric.setup(noisy), batches, None)
+        metrics = validate(fabric, NEXT_TOKEN, fabric.setup(noisy), {"": batches}, None)
         counts = [int((rows[i]["labels"] != -100).sum()) for i in range(len(rows))]
         noise = 1e-3 * sum((i + 1) * n for i, n in enumerate(counts)) / sum(counts)
         assert metrics["val_noise"] == pytest.approx(noise, rel=1e-6) and "val_never" not in metrics

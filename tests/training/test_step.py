@@ -126,7 +126,7 @@ def test_n6_validation_is_the_token_weighted_mean(fabric, pico, ragged):
     mean = float(sum(losses).detach()) / sum(int((r["labels"] != -100).sum()) for r in rows)
     for micro_batch_size in (1, 4, 13):
         batches = val_batches(ragged.val, micro_batch_size=micro_batch_size, rank=0, world_size=1, max_rows=None)
-        metrics = validate(fabric, NEXT_TOKEN, fabric.setup(pico), batches, None)
+        metrics = validate(fabric, NEXT_TOKEN, fabric.setup(pico), {"": batches}, None)
         assert metrics["val_loss"] == pytest.approx(mean, rel=1e-5)
         assert metrics["val_ppl"] == pytest.approx(math.exp(mean), rel=1e-4)
 
@@ -134,4 +134,4 @@ def test_n6_validation_is_the_token_weighted_mean(fabric, pico, ragged):
 def test_n6_validation_without_supervised_tokens_has_no_metrics(fabric, pico, ragged):
     batches = list(val_batches(ragged.val, micro_batch_size=1, rank=0, world_size=1, max_rows=1))
     assert batches[0].n_tokens == 0
-    assert validate(fabric, NEXT_TOKEN, fabric.setup(pico), batches, None) == {}
+    assert validate(fabric, NEXT_TOKEN, fabric.setup(pico), {"": batches}, None) == {}

@@ -43,15 +43,15 @@ def validate(
     fabric: Fabric,
     objective: Objective,
     model: nn.Module,
-    batches: Iterable[Batch] | Mapping[str, Iterable[Batch]],
+    batches: Mapping[str, Iterable[Batch]],
     token_bytes: np.ndarray | None,
 ) -> dict[str, float]:
     """Return the validation metrics.
 
     Args:
         model: The model as Fabric wraps it.
-        batches: Batches, or batches by source in the same order on every rank. All ranks need the same number of
-            batches; a batch may have no supervised tokens.
+        batches: Batches by source, in the same order on every rank; the name is "" if there is one source. All ranks
+            need the same number of batches; a batch may have no supervised tokens.
         token_bytes: Number of UTF-8 bytes per token, shape (vocabulary,); None without a tokenizer.
 
     Returns:
@@ -62,10 +62,9 @@ def validate(
     model.eval()
     objective.outputs = []
     parts = objective.parts(original_module(model))
-    by_source = batches if isinstance(batches, Mapping) else {"": batches}
     n_counts = len(objective.normalizers) + 1
-    totals = torch.zeros(len(by_source), n_counts + len(parts), dtype=torch.float64)  # counts, bytes, sums
-    for row, of_source in zip(totals, by_source.values(), strict=True):
+    totals = torch.zeros(len(batches), n_counts + len(parts), dtype=torch.float64)  # counts, bytes, sums
+    for row, of_source in zip(totals, batches.values(), strict=True):
         for batch in of_source:
             sums = objective.sums(model, batch, fabric.device)
             targets = batch.labels[batch.labels >= 0].numpy()
@@ -85,7 +84,7 @@ def validate(
     further = objective.metrics(original_module(model)) if metrics else {}
     metrics |= {f"val_{name}": value for name, value in further.items() if math.isfinite(value)}
     objective.outputs = None
-    for name, row in zip(by_source, totals.tolist(), strict=True):
+    for name, row in zip(batches, totals.tolist(), strict=True):
         if name and (of_source := _metrics(objective, parts, row)):
             metrics[f"val_loss_{name}"] = of_source["val_loss"]
     return metrics
