@@ -5,7 +5,7 @@ import math
 import pytest
 
 from toolkit.cli.parser import parse
-from toolkit.commands import finetune_full, pretrain
+from toolkit.commands import pretrain
 from toolkit.config import TrainArgs
 from toolkit.diagnostics import verify
 from toolkit.diagnostics.comparison import Difference, choose_splits, choose_tolerance, compare

@@ -18,7 +18,6 @@ from toolkit.data.base import (
     epoch_rows,
     mean_length,
     row_count,
-    row_lengths,
     rows_of,
 )
 from toolkit.data.interleave import ConcatenatedRows
@@ -54,15 +53,10 @@ def prepare_data(args: RunArgs, seq_length: int | None, report: Report) -> Prepa
         check_rows(f"--data {type(args.data).__name__}", data, seq_length)
     count, batch_size = row_count(data.train), args.train.global_batch_size
     if count is not None and count < batch_size:
-        rows = "rows of packed samples; add data, set --data.packing none"
-        if row_lengths(data.train) is None:
-            of_length = f" of {seq_length} tokens" if seq_length else ""
-            rows = f"sequences{of_length}; add text, lower --train.max_seq_length"
-        elif not getattr(data.train, "packed", False):
-            rows = "samples; add data"
+        rows = "samples" if seq_length is None else f"rows of at most {seq_length} tokens"
         raise UserError(
-            f"--train.global_batch_size {batch_size}: the training data has only {count} {rows}, or lower "
-            "--train.global_batch_size"
+            f"--train.global_batch_size {batch_size}: the training data has only {count} {rows}; add data, or lower it "
+            "or --train.max_seq_length"
         )
     return data
 
