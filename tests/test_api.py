@@ -25,6 +25,7 @@ from toolkit.data.tokens.rows import InMemoryDataset
 from toolkit.errors import PeerShutdownError, UserError
 from toolkit.models.gpt import GPT
 from toolkit.models.loss_wrapper import LossWrapper, find_blocks
+from toolkit.planning.evaluate_options import EvaluateOptions
 from toolkit.training import build, engine
 from toolkit.training.evaluate import open_checkpoint
 from toolkit.ui.loggers import read_metrics
@@ -549,9 +550,7 @@ def test_cudnn_attention_is_for_training_on_fixed_shapes(tmp_path, monkeypatch):
     options = {"eval": {"max_new_tokens": 2, "interval": 2}, "val_dataset": BLOCKS}
     done = train(config, BLOCKS, out_dir=tmp_path / "fixed", **options)
     assert allowed() and while_generating and not any(while_generating)
-    open_checkpoint(
-        str(done.checkpoint), base_checkpoint_dir=None, tokenizer_dir=None, accelerator="cpu", precision="auto"
-    )
+    open_checkpoint(EvaluateOptions(str(done.checkpoint), accelerator="cpu"))
     assert not allowed()
     train(config, BLOCKS, out_dir=tmp_path / "again")
     assert allowed()

@@ -72,7 +72,7 @@ def test_model_too_large_for_one_process_is_compared_with_fewer_layers(monkeypat
             require_memory_of_one_process(args, "cuda")
     message = str(caught.value)
     assert message.startswith("--devices 8: Llama-2-7b-hf does not fit on one process for comparison: it needs about 1")
-    assert "24.0 GB are there; compare fewer layers: `toolkit verify_parallel pretrain Llama-2-7b-hf --model_" in message
+    assert "24.0 GB are there; compare fewer layers: `toolkit verify_parallel pretrain Llama-2-7b-hf --" in message
 
 
 def test_a_model_that_fits_is_accepted():

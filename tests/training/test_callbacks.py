@@ -124,10 +124,7 @@ def pretrain(corpus, tmp_path, monkeypatch):
 def test_module_that_exits_is_named(pretrain, tmp_path, capsys):
     (tmp_path / "leaving_callbacks.py").write_text("import sys; sys.exit(0)")
     assert pretrain("--callbacks", "leaving_callbacks.C") == 2
-    assert (
-        "--callbacks leaving_callbacks.C: leaving_callbacks calls sys.exit(0)"
-        in (capsys.readouterr().err)
-    )
+    assert "--callbacks leaving_callbacks.C: leaving_callbacks calls sys.exit(0)" in (capsys.readouterr().err)
 
 
 def rows(tmp_path) -> list[dict]:

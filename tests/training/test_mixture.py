@@ -19,6 +19,7 @@ from toolkit.cli import main
 from toolkit.data import Mixture, SyntheticTokens, TextFiles
 from toolkit.data.loader import train_batches
 from toolkit.errors import DataError, UserError
+from toolkit.planning.evaluate_options import EvaluateOptions
 from toolkit.training.checkpoint_meta import read_meta
 from toolkit.training.engine import run_training
 from toolkit.training.evaluate import data_of_run, evaluate
@@ -158,10 +159,10 @@ def test_evaluating_rows_that_are_numbered_with_gaps_is_refused(monkeypatch):
     monkeypatch.setattr(EndlessRows, "__len__", lambda rows: len(rows.rows), raising=False)
     data = Mixture({"a": {"weight": 0.5, "data": SyntheticTokens(10)}, "b": {"weight": 0.5, "data": Endless(10)}})
     model = SimpleNamespace(config=SimpleNamespace(block_size=16, head=None))
-    checkpoint = SimpleNamespace(load_model=lambda: model, tokenizer=None)
-    options = dict.fromkeys(("max_iters", "max_seq_length", "trust_checkpoint_data"))
+    options = EvaluateOptions("", data, "train")
+    checkpoint = SimpleNamespace(load_model=lambda: model, tokenizer=None, options=options)
     with pytest.raises(UserError, match="--split train: is not supported with data that defines its sample order; use"):
-        evaluate(checkpoint, data, split="train", micro_batch_size=2, **options)
+        evaluate(checkpoint)
 
 
 def test_s4_evaluating_a_checkpoint_imports_no_class_that_its_mixture_names(tmp_path, monkeypatch):

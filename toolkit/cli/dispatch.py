@@ -114,7 +114,9 @@ def _check_before_torch(name: str, arguments: dict[str, Any]) -> None:
     from toolkit.checkpoints.find import find_checkpoint_dir
     from toolkit.io.paths import is_url
 
-    values = arguments | (vars(arguments["shared"]) if "shared" in arguments else {})
+    values = dict(arguments)
+    for group in arguments.keys() & {"options", "shared"}:
+        values |= vars(arguments[group])
     folder = values.get("checkpoint_dir")
     takes_others = name in (*TRAINING, "verify", "consolidate", "evaluate") or (name == "merge_lora" and is_url(folder))
     if folder is not None and not takes_others:

@@ -1,7 +1,6 @@
 """Parse a subcommand's words and YAML files into the arguments of its ``setup`` function."""
 
 import importlib
-import inspect
 import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
@@ -14,7 +13,7 @@ from toolkit.commands import COMMANDS, LAUNCH, LISTS, TRAINING, WRAPPING
 from toolkit.config import AUTO
 from toolkit.config.checks import note
 from toolkit.config.classes import class_path
-from toolkit.config.command import COMMON_OPTIONS, CommandOptions
+from toolkit.config.command import COMMON_OPTIONS, CommandOptions, flat_parameters
 from toolkit.config.other_formats import split, translate
 from toolkit.config.other_formats.rules import ForeignConfig
 from toolkit.config.values import OptionValue
@@ -46,8 +45,7 @@ def parse(
         wrapped = _wrapped_command(name, argv)
         functions = (setup, importlib.import_module(COMMANDS[wrapped][0]).setup)
         positionals = ("command", *COMMANDS[wrapped][1])
-    parameters = [parameter for f in functions for parameter in inspect.signature(f).parameters.values()]
-    switches = {parameter.name for parameter in parameters if parameter.annotation in (bool, "bool")}
+    switches = {key for key, parameter in flat_parameters(functions).items() if parameter.kind is bool}
     words = split_words(argv, positionals, switches)
     counts = Counter(key for key, _ in words if key not in COMMON_OPTIONS)
     note(*(f"--{key}: given {n} times; using the last value" for key, n in counts.items() if n > 1))

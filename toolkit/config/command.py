@@ -7,7 +7,7 @@ result must not depend on the order of files, classes and flags, nor keep option
 import inspect
 import os
 from argparse import ArgumentError
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any, Literal, get_args, get_origin
 
@@ -53,16 +53,9 @@ class CommandOptions:
         self.functions = functions
         # parameters that hold options, but are not options; a data class may have an option named "run"
         self.holders = ("run", "groups") if functions[1:] else ("training", "groups")
-        self.parameters: dict[str, Option] = {}
-        owners: list[Any] = [*reversed(functions)]
-        for owner in owners:  # grows by the flat groups
-            for name, parameter in parameters_of(owner).items():
-                if is_flat(parameter):
-                    owners.append(parameter.kind)
-                elif name not in self.holders:
-                    self.parameters[name] = parameter
-        has_groups = any("groups" in parameters_of(owner) for owner in owners)
-        self.extension_groups = self._load_extension_groups() if has_groups else {}
+        parameters = flat_parameters(functions)
+        self.parameters = {name: option for name, option in parameters.items() if name not in self.holders}
+        self.extension_groups = self._load_extension_groups() if "groups" in parameters else {}
         for name, cls in self.extension_groups.items():
             self.parameters[name] = Option(cls, cls(), "", False)
         kinds = {name: parameter.kind for name, parameter in self.parameters.items()}
@@ -337,6 +330,19 @@ def as_mapping(name: str, value: Any) -> Mapping[str, Any]:
         kind = type(value).__name__
         raise UserError(f"{name} {kind}: must be a group of options, as a dictionary such as {{'name': value}}")
     return value
+
+
+def flat_parameters(functions: Sequence[Callable[..., Any]]) -> dict[str, Option]:
+    """Return the parameters of functions by name, with the fields of flat groups instead of these."""
+    parameters: dict[str, Option] = {}
+    owners: list[Any] = [*reversed(functions)]
+    for owner in owners:  # grows by the flat groups
+        for name, parameter in parameters_of(owner).items():
+            if is_flat(parameter):
+                owners.append(parameter.kind)
+            else:
+                parameters[name] = parameter
+    return parameters
 
 
 def is_flat(parameter: Option) -> bool:

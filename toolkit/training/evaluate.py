@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.fabric import Fabric
@@ -13,7 +13,7 @@ from lightning.fabric import Fabric
 from toolkit.checkpoints.find import is_hf_folder
 from toolkit.checkpoints.folder import HYPERPARAMETERS, find_model
 from toolkit.checkpoints.hf.sums import require_intact
-from toolkit.config import Accelerator, Auto, Precision, none_if_auto
+from toolkit.config import none_if_auto
 from toolkit.config.classes import classes_of
 from toolkit.config.command import as_mapping, parse_object
 from toolkit.data import Classification, DataModule, Mixture, Preference, PythonStdlib
@@ -33,8 +33,8 @@ from toolkit.io.paths import is_path_option
 from toolkit.io.safe_parse import read_yaml
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
-from toolkit.models.quantize import Quantize
 from toolkit.objectives import HEADS, NextToken, Objective
+from toolkit.planning.evaluate_options import EvaluateOptions, RunData
 from toolkit.training.data import row_options
 from toolkit.training.hyperparameters import data_modules, keep_old_ends
 from toolkit.training.validate import batches_by_source, validate
@@ -44,12 +44,10 @@ from toolkit.training.validate import batches_by_source, validate
 class EvaluatedModel:
     """A checkpoint to evaluate on one device."""
 
+    options: EvaluateOptions
     folder: Path
     fabric: Fabric
     tokenizer: Tokenizer | None
-    tokenizer_dir: str | None
-    base_checkpoint_dir: str | None
-    quantize: Quantize | None
 
     @property
     def precision(self) -> str:
@@ -58,65 +56,44 @@ class EvaluatedModel:
     def load_model(self) -> GPT:
         """Load the model, with its adapters unmerged."""
         dtype = torch.bfloat16 if self.precision == "bf16-true" else torch.float32
-        is_supported = self.quantize is None or self.precision != "16-mixed"
-        hint = f"is not supported with --quantize {self.quantize}"
-        require_option(is_supported, "precision", self.precision, hint)
-        return load_quantized(self.folder, self.quantize, self.fabric.device, dtype, self.base_checkpoint_dir)
+        quantize = self.options.quantize
+        is_supported = quantize is None or self.precision != "16-mixed"
+        require_option(is_supported, "precision", self.precision, f"is not supported with --quantize {quantize}")
+        return load_quantized(self.folder, quantize, self.fabric.device, dtype, self.options.base_checkpoint_dir)
 
 
-def open_checkpoint(
-    checkpoint_dir: str,
-    *,
-    base_checkpoint_dir: str | None,
-    tokenizer_dir: str | None,
-    accelerator: Accelerator,
-    precision: Precision | Auto,
-    quantize: Quantize | None = None,
-    verify: bool = True,
-    takes_hf: bool = False,
-) -> EvaluatedModel:
-    """Find and verify a checkpoint for evaluation; if ``takes_hf``, also a Hugging Face folder."""
-    folder = Path(checkpoint_dir)
-    if takes_hf and is_hf_folder(folder):
-        for name, value in {"base_checkpoint_dir": base_checkpoint_dir, "quantize": quantize}.items():
+def open_checkpoint(options: EvaluateOptions) -> EvaluatedModel:
+    """Find and verify a checkpoint for evaluation; for tasks, also a Hugging Face folder."""
+    folder = Path(options.checkpoint_dir)
+    if options.tasks is not None and is_hf_folder(folder):
+        for name in ("base_checkpoint_dir", "quantize"):
+            value = getattr(options, name)
             require_option(value is None, name, value, f"has no effect on a Hugging Face folder, {folder}; remove it")
-        for line in require_intact(folder, "checkpoint_dir") if verify else ():
+        for line in require_intact(folder, "checkpoint_dir") if options.verify_checkpoint else ():
             notice(line)
     else:
         # hyperparameters.yaml must match its checksum, because it names the data
-        folder = find_model(checkpoint_dir, base_checkpoint_dir, verify, notice, editable=())
-    fabric = single_device_fabric(accelerator, precision)
+        base_dir, verify = options.base_checkpoint_dir, options.verify_checkpoint
+        folder = find_model(options.checkpoint_dir, base_dir, verify, notice, editable=())
+    fabric = single_device_fabric(options.accelerator, options.precision)
     choose_attention_kernels(fixed_shapes=False, has_masks=True)
     tokenizer = None
-    if tokenizer_dir is not None:
-        tokenizer = Tokenizer.load(tokenizer_dir)
+    if options.tokenizer_dir is not None:
+        tokenizer = Tokenizer.load(options.tokenizer_dir)
     elif (folder / "tokenizer.json").is_file():
         tokenizer = Tokenizer.load(folder, flag="checkpoint_dir")
-    return EvaluatedModel(folder, fabric, tokenizer, tokenizer_dir, base_checkpoint_dir, quantize)
+    return EvaluatedModel(options, folder, fabric, tokenizer)
 
 
-def evaluate(
-    checkpoint: EvaluatedModel,
-    data: DataModule | None,
-    *,
-    split: Literal["val", "train"],
-    micro_batch_size: int,
-    max_iters: int | None,
-    max_seq_length: int | None,
-    trust_checkpoint_data: bool,
-) -> dict[str, Any]:
+def evaluate(checkpoint: EvaluatedModel) -> dict[str, Any]:
     """Return the data's name, loss (nats per token), perplexity, bits_per_byte, sequences and tokens.
 
     Without a tokenizer there are no bits per byte.
-
-    Args:
-        data: The data module. None: the data of the checkpoint's run, or PythonStdlib if unknown.
-        max_seq_length: Tokens per sequence. None: the run's if its data is used, otherwise the model's context length.
-        trust_checkpoint_data: Whether to read files that the checkpoint names.
     """
-    length = max_seq_length
-    if data is None:
-        data, of_run = data_of_run(checkpoint.folder, trust=trust_checkpoint_data)
+    options, data, split = checkpoint.options, checkpoint.options.data, checkpoint.options.split
+    length, size = none_if_auto(options.max_seq_length), options.micro_batch_size
+    if isinstance(data, RunData):
+        data, of_run = data_of_run(checkpoint.folder, trust=options.trust_checkpoint_data)
         length = length or of_run
     native = checkpoint.load_model()
     config, block_size = native.config, native.config.block_size
@@ -125,8 +102,8 @@ def evaluate(
     length = length or block_size
     if not 0 < length <= block_size:
         raise UserError(f"--max_seq_length {length}: must be from 1 to {block_size}, the model's context length")
-    options = row_options(objective, config)
-    prepared = data.prepare(tokenizer=checkpoint.tokenizer, max_seq_length=length, report=notice, **options)
+    of_rows = row_options(objective, config)
+    prepared = data.prepare(tokenizer=checkpoint.tokenizer, max_seq_length=length, report=notice, **of_rows)
     rows = prepared.val if split == "val" else prepared.train
     count = row_count(rows)
     if count is None:
@@ -140,10 +117,11 @@ def evaluate(
         )
     sources = (prepared.val_sources if split == "val" else {}) or {"": rows}
     padding = choose_padding(checkpoint.fabric.device.type, is_ragged(rows), block_size)
-    limit = None if max_iters is None else max_iters * micro_batch_size
-    options = {"micro_batch_size": micro_batch_size, "rank": 0, "world_size": 1, "padding": padding}
-    options["count"] = objective.count
-    batches = batches_by_source(sources, limit, added_bos=prepared.added_bos, **options)
+    limit = None if options.eval.max_iters is None else options.eval.max_iters * size
+    batches = batches_by_source(
+        sources, limit, micro_batch_size=size, rank=0, world_size=1, padding=padding, count=objective.count,
+        added_bos=prepared.added_bos,
+    )  # fmt: skip
     source = "--data" if prepared.tokenizer is None else prepared.tokenizer.name
     read = Counter(sequences=0, tokens=0)
     checked = {name: _embedded(one, config.padded_vocab_size, source, read) for name, one in batches.items()}
@@ -236,20 +214,9 @@ def option_to_trust(data: DataModule) -> str | None:
     return None
 
 
-def evaluate_tasks(
-    checkpoint: EvaluatedModel,
-    tasks: str,
-    *,
-    micro_batch_size: int,
-    num_fewshot: int | None,
-    limit: float | None,
-    include_path: str | None,
-    apply_chat_template: bool | None,
-) -> dict[str, Any]:
-    """Return the results by task, and the evaluation settings, see :mod:`toolkit.inference.tasks`.
-
-    ``tasks`` is a comma-separated list. If ``apply_chat_template`` is None, the checkpoint's template, if any, is used.
-    """
+def evaluate_tasks(checkpoint: EvaluatedModel) -> dict[str, Any]:
+    """Return the results by task, and the evaluation settings, see :mod:`toolkit.inference.tasks`."""
+    options, tasks = checkpoint.options, str(checkpoint.options.tasks)
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     if not names:
         raise UserError(f"--tasks {tasks!r}: must be task names, separated by commas")
@@ -257,36 +224,36 @@ def evaluate_tasks(
     if checkpoint.tokenizer is None:
         raise UserError(f"--tasks {tasks}: {checkpoint.folder} has no tokenizer.json; give --tokenizer_dir")
     template = None
-    if apply_chat_template is not False:
+    if options.apply_chat_template is not False:
         try:
             template = find_template(checkpoint.tokenizer)
         except UserError:
-            if apply_chat_template and tokenizer_template(checkpoint.tokenizer) is None:
+            if options.apply_chat_template is True and tokenizer_template(checkpoint.tokenizer) is None:
                 hint = "remove the option, or add chat_template.jinja to the folder"
                 raise UserError(
                     f"--apply_chat_template true: {checkpoint.folder} has no chat template; {hint}"
                 ) from None
-            if apply_chat_template:
+            if options.apply_chat_template is True:
                 raise
-    manager = find_tasks(names, include_path)
+    manager = find_tasks(names, options.include_path)
     device, precision = checkpoint.fabric.device, checkpoint.precision
     with open_hf_folder(
-        checkpoint.folder, tasks=tasks, base_checkpoint_dir=checkpoint.base_checkpoint_dir,
-        quantize=checkpoint.quantize, notice=notice,
+        checkpoint.folder, tasks=tasks, base_checkpoint_dir=options.base_checkpoint_dir, quantize=options.quantize,
+        notice=notice,
     ) as (folder, max_length):  # fmt: skip
         lm = load_lm(
-            folder, tasks=tasks, tokenizer_dir=checkpoint.tokenizer_dir, tokenizer_name=checkpoint.tokenizer.name,
-            max_length=max_length, batch_size=micro_batch_size, device=device, precision=precision,
+            folder, tasks=tasks, tokenizer_dir=options.tokenizer_dir, tokenizer_name=checkpoint.tokenizer.name,
+            max_length=max_length, batch_size=options.micro_batch_size, device=device, precision=precision,
         )  # fmt: skip
         results = run_tasks(
-            lm, names, manager, num_fewshot=num_fewshot, limit=limit, apply_chat_template=template is not None,
-            notice=notice,
+            lm, names, manager, num_fewshot=none_if_auto(options.num_fewshot), limit=options.limit,
+            apply_chat_template=template is not None, notice=notice,
         )  # fmt: skip
     settings = {
         "checkpoint_dir": str(checkpoint.folder),
         "apply_chat_template": template is not None,
         "chat_template": None if template is None else template.name,
-        "limit": limit,
+        "limit": options.limit,
         "precision": precision,
         "device": str(device),
         "lm_eval_version": version("lm_eval"),
