@@ -2,30 +2,28 @@
 
 import os
 import sys
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 from toolkit.config.other_tools import VALUE_HINTS
 from toolkit.errors import UserError, did_you_mean, one_line, require_option
 from toolkit.extension import registered
 
+_UNCHECKED = (None, "auto")
+"""Values that are not checked."""
+
 
 def require_positive(group: str, args: Any, *names: str) -> None:
     """Check options of a group such as "train"; "" for options without a group."""
-    for name, value in _set_values(group, args, names):
-        require_option(value > 0, name, value, "must be greater than zero")
+    for name in names:
+        option, value = f"{group}.{name}".removeprefix("."), getattr(args, name)
+        require_option(value in _UNCHECKED or value > 0, option, value, "must be greater than zero")
 
 
 def require_not_negative(group: str, args: Any, *names: str) -> None:
     """Do what :func:`require_positive` does, but allow zero."""
-    for name, value in _set_values(group, args, names):
-        require_option(value >= 0, name, value, "must not be negative")
-
-
-def _set_values(group: str, args: Any, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
     for name in names:
-        if (value := getattr(args, name)) not in (None, "auto"):
-            yield f"{group}.{name}".removeprefix("."), value
+        option, value = f"{group}.{name}".removeprefix("."), getattr(args, name)
+        require_option(value in _UNCHECKED or value >= 0, option, value, "must not be negative")
 
 
 def require_one_of(name: str, value: str, builtin_names: tuple[str, ...], kind: str) -> None:

@@ -85,8 +85,8 @@ def validate(
     metrics |= {f"val_{name}": value for name, value in further.items() if math.isfinite(value)}
     objective.outputs = None
     for name, row in zip(batches, totals.tolist(), strict=True):
-        if name and (of_source := _metrics(objective, parts, row)):
-            metrics[f"val_loss_{name}"] = of_source["val_loss"]
+        if name and (its_metrics := _metrics(objective, parts, row)):
+            metrics[f"val_loss_{name}"] = its_metrics["val_loss"]
     return metrics
 
 
