@@ -86,14 +86,10 @@ def values_by_flag(fingerprint: Fields) -> Fields:
     """Return the values of a :class:`RunFingerprint` by flag; the data's value is its hash."""
     values = {f"--{name}": fingerprint.get(name) for name in ("data", "train.global_batch_size", "seed", "precision")}
     values["--train.global_batch_size"] = fingerprint.get("global_batch_size")
-    optimizer = dict(fingerprint.get("optimizer", {}))
-    if (ratio := optimizer.pop("loraplus_lr_ratio", None)) is not None:
-        values["--loraplus_lr_ratio"] = ratio
-    if (ema := optimizer.pop("ema", None)) is not None:
-        values["--train.ema"] = ema
-    flags = {item.name for item in fields(OptimizerArgs)}
-    for name, value in sorted(optimizer.items()):
-        values[f"--optimizer.{name}" if name in flags else f"--optimizer.options {name}"] = value
+    flags = {item.name: f"--optimizer.{item.name}" for item in fields(OptimizerArgs)}
+    flags |= {"loraplus_lr_ratio": "--loraplus_lr_ratio", "ema": "--train.ema"}
+    for name, value in sorted(fingerprint.get("optimizer", {}).items()):
+        values[flags.get(name, f"--optimizer.options {name}")] = value
     for group, prefix in (("model_config", "--model_config."), ("adapters", "--")):
         values |= {prefix + name: value for name, value in sorted(fingerprint.get(group, {}).items())}
     objective = fingerprint.get("objective", {})
