@@ -36,8 +36,6 @@ def setup(
     if format == "json":
         print(json.dumps({"data": type(data).__name__, "max_seq_length": length, **inspection}))
         return
-    from rich.console import Console
-
     from toolkit.ui.tokens import print_inspection
 
-    print_inspection(inspection, Console(highlight=False, markup=False, emoji=False))
+    print_inspection(inspection)

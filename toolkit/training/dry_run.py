@@ -4,8 +4,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from rich.console import Console
-
 from toolkit.data.inspection import inspect_rows
 from toolkit.distributed import ranks
 from toolkit.distributed.device import device_memory
@@ -37,7 +35,7 @@ def report_dry_run(run: Launch, reader: DataReader) -> None:
 def _print_report(run: Launch) -> None:
     tokenizer = run.data.tokenizer
     print("" if tokenizer is None else f"Tokenizer: {tokenizer.name}, {tokenizer.vocab_size:,} tokens\n")
-    print_inspection(inspect_rows(run.data, _SAMPLES), Console(highlight=False, markup=False, emoji=False))
+    print_inspection(inspect_rows(run.data, _SAMPLES))
     config = replace(run.config, model=run.state.model.config)
     if run.state.model.meta_model is not None and run.args.optimizer_class is None:
         plan = plan_resolved(run.args, config, run.state.limits.total_steps)

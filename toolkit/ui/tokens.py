@@ -13,8 +13,9 @@ _SHOWN = {"\n": "⏎\n", "\t": "⇥"}
 _PLAIN = {"\n": "\\n"}
 
 
-def print_inspection(inspection: dict[str, Any], console: Console) -> None:
-    """Print the result of :func:`toolkit.data.inspection.inspect_rows`."""
+def print_inspection(inspection: dict[str, Any], console: Console | None = None) -> None:
+    """Print the result of :func:`toolkit.data.inspection.inspect_rows`, by default on standard output."""
+    console = console or Console(highlight=False, markup=False, emoji=False)
     color = console.color_system is not None and not console.no_color
     for number, sample in enumerate(inspection["samples"], 1):
         tokens = sample["tokens"]
