@@ -376,7 +376,7 @@ def test_comparison_names_runs_and_settings(tmp_path, capsys):
 
 def test_display_keeps_notes_and_warnings(capsys, recwarn):
     show = warnings.showwarning
-    with make_progress(total_steps=None, enabled=True) as display:
+    with make_progress(True) as display:
         warnings.warn("odd", RuntimeWarning, stacklevel=1)
         for line in ("note: a", "warning: b", "saved c"):
             display.message(line)

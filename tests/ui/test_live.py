@@ -39,7 +39,8 @@ def make():
     made = []
 
     def build(total_steps: int | None, width: int = 80) -> LiveProgress:
-        made.append(LiveProgress(total_steps, terminal(width)))
+        made.append(LiveProgress(terminal(width)))
+        made[-1].total_steps = total_steps
         return made[-1]
 
     yield build
@@ -137,7 +138,7 @@ def test_reporting_a_step_does_not_draw(make):
 
 def test_exception_releases_the_terminal():
     console = terminal(80)
-    with pytest.raises(KeyboardInterrupt), LiveProgress(10, console) as progress:
+    with pytest.raises(KeyboardInterrupt), LiveProgress(console) as progress:
         progress.step(1, METRICS)
         assert sys.stdout is not sys.__stdout__
         raise KeyboardInterrupt
@@ -179,7 +180,8 @@ def in_terminal(code: str, **environment: str) -> str:
 
 PROGRAM = f"""
 from toolkit.ui.console import make_progress
-with make_progress(total_steps=2, enabled=True) as progress:
+with make_progress(True) as progress:
+    progress.total_steps = 2
     progress.phase("training")
     for step in (1, 2):
         progress.step(step, {METRICS!r})

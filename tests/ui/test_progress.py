@@ -47,7 +47,8 @@ def steps_in(text: str) -> list[int]:
 
 def test_step_is_one_line_with_all_numbers(clock):
     out = io.StringIO()
-    progress = PlainProgress(1000, out, clock)
+    progress = PlainProgress(out, clock)
+    progress.total_steps = 1000
     progress.step(1, METRICS | {"mfu": 0.4123, "peak_memory_gb": 12.345})
     clock.now = 65.0
     progress.step(2, METRICS | {"mfu": None})
@@ -64,7 +65,8 @@ def test_step_is_one_line_with_all_numbers(clock):
 
 def test_steps_are_printed_once_per_second_plus_first_and_last(clock):
     out = io.StringIO()
-    with PlainProgress(100, out, clock) as progress:
+    with PlainProgress(out, clock) as progress:
+        progress.total_steps = 100
         for step in range(1, 101):
             progress.step(step, METRICS)
             clock.now += 0.125
@@ -74,7 +76,8 @@ def test_steps_are_printed_once_per_second_plus_first_and_last(clock):
 
 def test_after_a_minute_steps_are_printed_every_ten_seconds(clock):
     out = io.StringIO()
-    with PlainProgress(200, out, clock) as progress:
+    with PlainProgress(out, clock) as progress:
+        progress.total_steps = 200
         for step in range(1, 201):
             progress.step(step, METRICS)
             clock.now += 1
@@ -83,7 +86,7 @@ def test_after_a_minute_steps_are_printed_every_ten_seconds(clock):
 
 def test_last_step_without_a_step_limit_is_printed_at_close(clock):
     out = io.StringIO()
-    with PlainProgress(None, out, clock) as progress:
+    with PlainProgress(out, clock) as progress:
         for step in range(1, 8):
             progress.step(step, METRICS)
     assert steps_in(out.getvalue()) == [1, 7]
@@ -94,7 +97,7 @@ def test_last_step_without_a_step_limit_is_printed_at_close(clock):
 
 def test_everything_except_steps_is_printed_immediately(clock):
     out = io.StringIO()
-    progress = PlainProgress(None, out, clock)
+    progress = PlainProgress(out, clock)
     progress.phase("preparing data")
     progress.phase("training")
     progress.phase("preparing data")
@@ -121,7 +124,8 @@ def test_everything_except_steps_is_printed_immediately(clock):
 def bottlenecks(clock, data_wait_s: float, pause: float) -> str:
     """Return the last line of 100 steps of a second, with a pause for a save after step 50."""
     out = io.StringIO()
-    with PlainProgress(100, out, clock) as progress:
+    with PlainProgress(out, clock) as progress:
+        progress.total_steps = 100
         progress.phase("training")
         for step in range(1, 101):
             clock.now += 1
@@ -142,7 +146,8 @@ def test_the_largest_part_besides_computation_is_named(clock):
 
 def test_json_lines():
     out = io.StringIO()
-    with make_progress(total_steps=2, enabled=True, file=out) as progress:
+    with make_progress(True, out) as progress:
+        progress.total_steps = 2
         progress.phase("training")
         progress.event("start", out_dir=Path("out"))
         progress.step(1, METRICS | {"tokens_per_sec": math.nan})
@@ -157,7 +162,8 @@ def test_json_lines():
 
 
 def test_other_ranks_are_silent(capsys):
-    with make_progress(total_steps=10, enabled=False) as progress:
+    with make_progress(False) as progress:
+        progress.total_steps = 10
         progress.phase("training")
         progress.message("hello")
         progress.step(1, METRICS)
@@ -170,7 +176,8 @@ def test_other_ranks_are_silent(capsys):
 RUN = f"""
 import sys
 from toolkit.ui.console import make_progress
-with make_progress(total_steps=int(sys.argv[1]), enabled=True) as progress:
+with make_progress(True) as progress:
+    progress.total_steps = int(sys.argv[1])
     progress.phase("training")
     for step in range(1, int(sys.argv[1]) + 1):
         progress.step(step, {METRICS!r})

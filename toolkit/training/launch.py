@@ -121,7 +121,7 @@ def launch_run(config: ResolvedConfig, world: WorldInfo, stack: ExitStack, is_sh
         group.shutdown.resume_hint = lambda: f"--resume auto continues from {newest(out_dir) or saved}"
     stack.enter_context(deterministic_algorithms(args.deterministic))
     stack.enter_context(fp32_reductions())
-    display: Any = stack.enter_context(make_progress(total_steps=None, enabled=world.global_rank == 0, file=json_file))
+    display: Any = stack.enter_context(make_progress(world.global_rank == 0, json_file))
     if world.global_rank == 0 and not is_single_launcher:
         resume_from = _find_resume(args, remote, display.message)
     if group.decide_on_rank0(lambda: uses_old_ends(resume_from)):

@@ -23,24 +23,22 @@ from toolkit.ui.progress import (
 )
 
 
-def make_progress(*, total_steps: int | None, enabled: bool, file: IO[str] | None = None) -> ProgressDisplay:
+def make_progress(enabled: bool, file: IO[str] | None = None) -> ProgressDisplay:
     """Create the progress display for standard output.
 
     Args:
-        total_steps: Optimizer steps of the run, including earlier launches. ``None`` if another limit ends the run. The
-            attribute of the same name may be set later.
         enabled: True on rank 0; other ranks print nothing.
         file: Write JSON lines here instead.
     """
     if not enabled:
-        return ProgressDisplay(total_steps)
+        return ProgressDisplay()
     if file is not None:
-        return JSONProgress(total_steps, file)
+        return JSONProgress(file)
     if sys.stdout.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown"):
         from toolkit.ui.live import LiveProgress
 
-        return LiveProgress(total_steps)
-    return PlainProgress(total_steps)
+        return LiveProgress()
+    return PlainProgress()
 
 
 class PlainProgress(ProgressDisplay):
@@ -50,10 +48,8 @@ class PlainProgress(ProgressDisplay):
     the last one. Everything else is printed immediately.
     """
 
-    def __init__(
-        self, total_steps: int | None, file: IO[str] | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        super().__init__(total_steps, clock)
+    def __init__(self, file: IO[str] | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(clock)
         self._file = SafeOutput(sys.stdout if file is None else file)
         self._printed_at = -math.inf
         self._unprinted: tuple[int, Metrics] | None = None
@@ -104,8 +100,8 @@ class PlainProgress(ProgressDisplay):
 class JSONProgress(ProgressDisplay):
     """One JSON object per line for programs: the kind of event, Unix time in seconds, and the event's values."""
 
-    def __init__(self, total_steps: int | None, file: IO[str]) -> None:
-        super().__init__(total_steps)
+    def __init__(self, file: IO[str]) -> None:
+        super().__init__()
         self._file = SafeOutput(file)
         self._phase = ""
 

@@ -29,8 +29,8 @@ MAX_WIDTH = 79  # four cells per line; wider terminals leave the rest empty
 class LiveProgress(ProgressDisplay):
     """Draws the latest state in a separate thread; the training thread only stores numbers."""
 
-    def __init__(self, total_steps: int | None, console: Console | None = None) -> None:
-        super().__init__(total_steps)
+    def __init__(self, console: Console | None = None) -> None:
+        super().__init__()
         # no highlight, markup or emoji: texts contain paths such as "runs/[a]"
         self.console = console or Console(
             file=cast("IO[str]", SafeOutput(sys.stdout)),

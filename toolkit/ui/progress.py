@@ -49,8 +49,9 @@ class ProgressDisplay:
     As a context manager, it closes on exit.
     """
 
-    def __init__(self, total_steps: int | None, clock: Callable[[], float] = time.monotonic) -> None:
-        self.total_steps = total_steps
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.total_steps: int | None = None
+        """Optimizer steps of the run, including earlier launches; None if another limit ends it, or not yet known."""
         self.metric_names: list[str] = []
         """Metrics of validations that callbacks add, see :func:`metric_names`."""
         self.remarks = take_notes()
