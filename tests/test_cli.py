@@ -66,12 +66,6 @@ def test_only_the_selected_command_is_imported():
     assert ast.literal_eval(done.stderr) == ["toolkit.commands.prepare_data"]
 
 
-def test_cli_module_runs_as_a_script():
-    """`python -m toolkit.cli`, although undocumented, must not silently do nothing."""
-    done = subprocess.run([sys.executable, "-m", "toolkit.cli", "--version"], capture_output=True, text=True)
-    assert (done.returncode, done.stdout.split()) == (0, ["toolkit", "0.1.0"])
-
-
 def test_version():
     assert toolkit("--version").stdout.split() == ["toolkit", "0.1.0"]
 
