@@ -26,7 +26,7 @@ from toolkit.errors import PeerShutdownError, UserError
 from toolkit.models.gpt import GPT
 from toolkit.models.loss_wrapper import LossWrapper, find_blocks
 from toolkit.planning.evaluate_options import EvaluateOptions
-from toolkit.training import build, engine
+from toolkit.training import build, data_reader, engine
 from toolkit.training.evaluate import open_checkpoint
 from toolkit.ui.loggers import read_metrics
 
@@ -519,7 +519,7 @@ def test_cuda_width_padding_is_in_no_metric(tmp_path, monkeypatch):
     config, found = toolkit.ModelConfig(vocab_size=64, block_size=40, n_layer=1, n_embd=32), []
     options = {"val_dataset": TokenDataset(), "eval": {"interval": 2}}
     plain = train(config, out_dir=tmp_path / "plain", **options)
-    monkeypatch.setattr(build, "choose_padding", lambda device, *given: choose_padding("cuda", *given))
+    monkeypatch.setattr(data_reader, "choose_padding", lambda device, *given: choose_padding("cuda", *given))
     train_step = engine.train_step
 
     def look(*args, **options):

@@ -9,7 +9,6 @@ import torch
 from toolkit.checkpoints.adapters import load_adapters
 from toolkit.checkpoints.peft.import_peft import check_base, import_peft
 from toolkit.checkpoints.weights import Tensors
-from toolkit.data.batch import Padding, choose_padding
 from toolkit.distributed import ranks
 from toolkit.distributed.device import choose_attention_kernels
 from toolkit.distributed.private_lightning import FabricModule
@@ -27,15 +26,11 @@ from toolkit.training.model import ModelSpec, build_model, unwrapped
 from toolkit.training.verify import require_intact_on_all_ranks
 
 
-def build_reader(launch: Launch, stack: ExitStack) -> tuple[Padding, DataReader]:
+def build_reader(launch: Launch, stack: ExitStack) -> DataReader:
     """Start to read the training data from the run's progress on."""
-    config, state, device = launch.config, launch.state, launch.fabric.device
-    context = None if state.model.config is None else config.max_seq_length
-    divisor = config.args.model_parallel.length_divisor
-    padding = choose_padding(device.type, state.longest_ragged > 0, context, divisor)
-    reader = DataReader(launch, padding)
+    reader = DataReader(launch)
     stack.callback(reader.close)
-    return padding, reader
+    return reader
 
 
 def build_models(launch: Launch, stack: ExitStack) -> FabricModule:

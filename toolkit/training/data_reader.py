@@ -5,7 +5,7 @@ from itertools import islice
 from typing import Any, NoReturn
 
 from toolkit.data.base import sample_order
-from toolkit.data.batch import Batch, Padding
+from toolkit.data.batch import Batch, choose_padding
 from toolkit.data.loader import train_batches
 from toolkit.data.prefetch import Prefetcher
 from toolkit.distributed import ranks
@@ -17,9 +17,12 @@ from toolkit.training.start_state import StartState
 class DataReader:
     """Reads this rank's micro-batches, starting at the run's progress."""
 
-    def __init__(self, launch: Launch, padding: Padding) -> None:
-        config, state, rows = launch.config, launch.state, launch.data.train
+    def __init__(self, launch: Launch) -> None:
+        config, state, rows, device = launch.config, launch.state, launch.data.train, launch.fabric.device
         batch, progress = config.batch, state.progress
+        context = None if state.model.config is None else config.max_seq_length
+        divisor = config.args.model_parallel.length_divisor
+        self.padding = choose_padding(device.type, state.longest_ragged > 0, context, divisor)
         self.order = sample_order(rows, config.args.seed, progress.data)
         self._end = last_position(state, batch.global_batch_size)
         self.error: DataError | None = None
@@ -33,14 +36,14 @@ class DataReader:
             rank=ranks.layout().data_rank(ranks.global_rank()),
             world_size=ranks.layout().data_parallel,
             num_workers=config.args.data.num_workers,
-            padding=padding,
+            padding=self.padding,
             count=config.args.objective.count,
         )
         if state.model.config and config.args.data.checks_tokens:  # other data is checked before the run
             steps = _checked(steps, state.model.config.padded_vocab_size)
         if state.limits.last_step is not None:  # read nothing after it
             steps = islice(steps, max(0, state.limits.last_step - progress.step))
-        self._prefetcher = Prefetcher(steps, launch.fabric.device) if config.args.data.reads_ahead else None
+        self._prefetcher = Prefetcher(steps, device) if config.args.data.reads_ahead else None
         self._steps = self._prefetcher or steps
 
     def describe(self) -> list[str]:

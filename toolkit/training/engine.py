@@ -106,13 +106,13 @@ def open_run(
         finish_run(launch, stack)
         return None
     if is_alone(launch.args):
-        report_dry_run(launch, build_reader(launch, stack)[1])
+        report_dry_run(launch, build_reader(launch, stack))
         return None
     answer_metrics = make_answer_metrics(launch, stack)
     launch = replace(launch, config=resolve_compiler(launch.config, launch.state, launch.fabric.device))
     launch = replace(launch, data=with_reference(launch))
     state, display = launch.state, launch.display
-    padding, reader = build_reader(launch, stack)
+    reader = build_reader(launch, stack)
     display.total_steps = state.limits.total_steps
     display.phase("building the model")
     # not earlier: a smaller micro-batch does not save memory in data preparation
@@ -140,7 +140,6 @@ def open_run(
     return Run(
         **vars(launch),
         callbacks=all_callbacks,
-        padding=padding,
         reader=reader,
         token_bytes=None if tokenizer is None else tokenizer.token_bytes(),
         model=model,

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from toolkit.data.base import Report, State, row_count
-from toolkit.data.batch import Padding
 from toolkit.distributed import ranks
 from toolkit.distributed.private_lightning import FabricModule
 from toolkit.errors import CallbackError, CommandError, GuardError, UserError
@@ -101,7 +100,6 @@ class Run(Launch):
 
     Args:
         callbacks: All callbacks in order.
-        padding: Padding of batches.
         token_bytes: Number of UTF-8 bytes per token; None without a tokenizer.
         optimizer: The optimizer as Fabric wraps it.
         seconds_before: Total seconds of earlier launches.
@@ -110,7 +108,6 @@ class Run(Launch):
     """
 
     callbacks: list[Callback]
-    padding: Padding
     reader: DataReader
     token_bytes: np.ndarray | None
     model: FabricModule
@@ -184,7 +181,7 @@ class Run(Launch):
             micro_batch_size=batch.micro_batch_size,
             rank=ranks.layout().data_rank(ranks.global_rank()),
             world_size=ranks.layout().data_parallel,
-            padding=self.padding,
+            padding=self.reader.padding,
             count=self.objective.count,
             added_bos=data.added_bos,
         )
