@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 
 from toolkit.distributed.units import describe_units, plan_units
@@ -13,7 +14,7 @@ from toolkit.training.data_reader import DataReader
 from toolkit.training.launch import Launch
 from toolkit.training.model import describe_model
 
-_SAMPLED = 1 << 14  # elements sampled per weight
+_SAMPLED = 1 << 20  # elements
 
 
 def describe_run(launch: Launch, reader: DataReader) -> Iterator[str]:
@@ -76,11 +77,8 @@ def describe_rounding(launch: Launch, module: nn.Module) -> str | None:
 
 
 def _rounded_away(module: nn.Module, step: float) -> float:
-    """Estimate the share of bf16 weights that ``step`` does not change, from a sample of each."""
-    shares = []
-    for weight in (local_shard(p).detach().flatten() for p in module.parameters() if p.requires_grad):
-        sample = weight[:: 1 + len(weight) // _SAMPLED]
-        if len(sample):
-            shares.append((len(weight), ((sample.float() - step).to(weight.dtype) == sample).float().mean()))
-    total = sum(n for n, _ in shares)
-    return float(sum(n * share for n, share in shares)) / total if total else 0.0
+    """Estimate the share of bf16 weights that ``step`` does not change, from a sample."""
+    weights = [local_shard(p).detach().flatten() for p in module.parameters() if p.requires_grad]
+    stride = 1 + sum(map(len, weights)) // _SAMPLED
+    sample = torch.cat([weight[::stride] for weight in weights])
+    return float(((sample.float() - step).to(sample.dtype) == sample).float().mean())
