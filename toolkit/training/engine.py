@@ -41,7 +41,7 @@ from toolkit.training.launch import detect_devices, is_alone, launch_run
 from toolkit.training.limits import build_intervals, is_due
 from toolkit.training.rank_consistency import disk_leaders
 from toolkit.training.reference import with_reference
-from toolkit.training.run import Callback, Run, callback_states, load_callback_states, overrides
+from toolkit.training.run import Callback, Metrics, Run, callback_states, load_callback_states, overrides
 from toolkit.training.step import StepResult, train_step
 from toolkit.training.trace import DATA_WAIT
 
@@ -286,7 +286,7 @@ class Engine:
                 "lower --train.learning_rate or inspect these samples (see troubleshooting: diverging)"
             ) from None
 
-    def _after_step(self, metrics: dict[str, float], totals: dict[str, int], is_last: bool) -> None:
+    def _after_step(self, metrics: Metrics, totals: dict[str, int], is_last: bool) -> None:
         """Validate, log and save when due."""
         run, step, evaluation = self.run, self.run.progress.step, self.run.args.eval
         is_eval_due = is_due(self.intervals.eval_steps, step) or totals["eval_is_due"] > 0
@@ -305,7 +305,7 @@ class Engine:
         if totals[SAVE_NOW]:
             self.control_files.remove(SAVE_NOW)
 
-    def _log(self, metrics: dict[str, float]) -> None:
+    def _log(self, metrics: Metrics) -> None:
         """Pass a row of metrics to the callbacks."""
         if metrics:
             run, progress = self.run, self.run.progress

@@ -35,6 +35,9 @@ from toolkit.training.throughput import StepTimes
 from toolkit.training.trace import VALIDATE
 from toolkit.training.validate import batches_by_source, validate
 
+Metrics = dict[str, float]
+"""Metrics by column of metrics.csv."""
+
 
 class Callback:
     """Base class of callbacks. Override the hooks you need; the defaults do nothing.
@@ -59,21 +62,21 @@ class Callback:
         """Called after the backward pass. Parameters of ``trainer.model`` hold the global batch's gradient, checked and
         clipped (not yet clipped with bf16-master)."""
 
-    def on_step_end(self, trainer: Run, metrics: dict[str, float]) -> None:
+    def on_step_end(self, trainer: Run, metrics: Metrics) -> None:
         """Called after an optimizer step. Metrics: loss (nats per token), learning_rate, grad_norm, step_tokens
         (input tokens over all ranks), step_seconds."""
 
-    def on_log(self, trainer: Run, metrics: dict[str, float]) -> None:
+    def on_log(self, trainer: Run, metrics: Metrics) -> None:
         """Called when metrics are logged: every ``--train.log_interval`` steps and with every validation. There is no
         ``loss`` before the first step. Later callbacks see what this callback adds to ``metrics``."""
 
-    def validation_metrics(self, trainer: Run) -> dict[str, float]:
+    def validation_metrics(self, trainer: Run) -> Metrics:
         """Return further metrics of a validation, the same on every rank. Their names start with ``val_`` and are in
         ``columns``; ``NAME_stderr`` is the standard error of ``NAME``. Called in ``trainer.validate()`` after the
         validation loss, also without validation data. Weights must not change."""
         return {}
 
-    def on_validation_end(self, trainer: Run, metrics: dict[str, float]) -> None:
+    def on_validation_end(self, trainer: Run, metrics: Metrics) -> None:
         """Called after a validation. Metrics: val_loss (nats per token), val_ppl and, with a tokenizer, val_bpb, unless
         there is no validation data, and what ``validation_metrics`` returned."""
 
@@ -86,11 +89,11 @@ class Callback:
     def on_train_end(self, trainer: Run) -> None:
         """Called when the run has finished and ``final/`` is complete."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return the state to save in every checkpoint: tensors and plain values, the same on every rank."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Restore the state of the checkpoint that the run resumes from, before ``on_train_start``."""
 
 
@@ -143,7 +146,7 @@ class Run(Launch):
         for callback in self.callbacks:
             _call(callback, hook, self, *args)
 
-    def validate(self) -> dict[str, float]:
+    def validate(self) -> Metrics:
         """Return the validation metrics (N6), the callbacks' included. Collective.
 
         Raises:
@@ -168,7 +171,7 @@ class Run(Launch):
         """
         return self.checkpointer.evaluation_weights.active()
 
-    def _validation_loss(self) -> dict[str, float]:
+    def _validation_loss(self) -> Metrics:
         """Return the metrics of the objective; empty without validation data."""
         data, batch, max_iters = self.data, self.config.batch, self.args.eval.max_iters
         if data.val is None or not row_count(data.val):
@@ -303,7 +306,7 @@ def callback_states(callbacks: Iterable[Callback]) -> State:
     return {name: state for name, state in states.items() if state}
 
 
-def load_callback_states(callbacks: Iterable[Callback], states: dict[str, Any], report: Report) -> None:
+def load_callback_states(callbacks: Iterable[Callback], states: State, report: Report) -> None:
     """Restore callback states; report callbacks without a state and states without a callback."""
     by_name = _by_name(callbacks)
     for name, callback in by_name.items():

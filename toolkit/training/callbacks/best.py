@@ -8,7 +8,7 @@ from typing import Any
 from toolkit.checkpoints.store import BEST, has_best
 from toolkit.distributed import ranks
 from toolkit.training.best_metric import VAL_LOSS, BestMetric
-from toolkit.training.run import Callback, Run
+from toolkit.training.run import Callback, Metrics, Run
 
 
 class _TracksBest(Callback):
@@ -26,7 +26,7 @@ class _TracksBest(Callback):
                 f"{self.metric}"
             )
 
-    def is_new_best(self, metrics: dict[str, float]) -> bool:
+    def is_new_best(self, metrics: Metrics) -> bool:
         """Whether the metric on rank 0 is a new best value, which is then kept. Collective."""
         value = metrics.get(self.metric.name)
         is_new = ranks.broadcast_from_rank0(self.metric.is_better(value, self.best))
@@ -52,7 +52,7 @@ class KeepBest(_TracksBest):
         if not ranks.broadcast_from_rank0(has_best(trainer.out_dir)):
             self.best = None  # best/ was deleted or damaged, or is in another folder: save it after the next validation
 
-    def on_validation_end(self, trainer: Run, metrics: dict[str, float]) -> None:
+    def on_validation_end(self, trainer: Run, metrics: Metrics) -> None:
         if self.is_new_best(metrics):
             trainer.save(BEST)
 
@@ -69,7 +69,7 @@ class EarlyStopping(_TracksBest):
         super().on_train_start(trainer)
         self._stop_if_due(trainer)
 
-    def on_validation_end(self, trainer: Run, metrics: dict[str, float]) -> None:
+    def on_validation_end(self, trainer: Run, metrics: Metrics) -> None:
         self.stale_validations = 0 if self.is_new_best(metrics) else self.stale_validations + 1
         self._stop_if_due(trainer)
 

@@ -12,7 +12,7 @@ from toolkit.models.families import export_error
 from toolkit.reporting.page import REPORT
 from toolkit.training.best_metric import VAL
 from toolkit.training.evaluate import option_to_trust
-from toolkit.training.run import Callback, Run
+from toolkit.training.run import Callback, Metrics, Run
 
 
 class Console(Callback):
@@ -27,7 +27,7 @@ class Console(Callback):
         status = "stopped" if isinstance(error, StoppedByFileError) else "failed"
         trainer.display.event("end", status=status, step=trainer.progress.step, error=message)
 
-    def on_log(self, trainer: Run, metrics: dict[str, float]) -> None:
+    def on_log(self, trainer: Run, metrics: Metrics) -> None:
         step = trainer.progress.step
         if "loss" in metrics:
             trainer.display.step(step, {k: v for k, v in metrics.items() if not k.startswith(VAL)})

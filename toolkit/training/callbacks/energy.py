@@ -10,7 +10,7 @@ import torch
 
 from toolkit.distributed import ranks
 from toolkit.io.safe_parse import read_bounded
-from toolkit.training.run import Callback, Run
+from toolkit.training.run import Callback, Metrics, Run
 from toolkit.ui.energy import energy_of_run
 from toolkit.ui.events import write_event
 
@@ -53,7 +53,7 @@ class Energy(Callback):
         self._counters += [("CPUs", find_cpus())] * is_first
         self._launch, self._read_at = time.time(), time.monotonic()
 
-    def on_step_end(self, trainer: Run, metrics: dict[str, float]) -> None:
+    def on_step_end(self, trainer: Run, metrics: Metrics) -> None:
         if time.monotonic() - self._read_at > INTERVAL_S:
             self._update()
 

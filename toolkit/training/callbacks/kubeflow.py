@@ -8,7 +8,7 @@ from threading import Thread
 from urllib.request import Request, urlopen
 
 from toolkit.io.safe_parse import read_bounded
-from toolkit.training.run import Callback, Run
+from toolkit.training.run import Callback, Metrics, Run
 
 SERVER = "KUBEFLOW_TRAINER_SERVER"
 """Prefix of three environment variables, set if the cluster has the feature gate TrainJobStatus."""
@@ -23,13 +23,13 @@ class KubeflowStatus(Callback):
     """
 
     def __init__(self) -> None:
-        self.metrics: dict[str, float] = {}
+        self.metrics: Metrics = {}
         self.next_at = 0.0  # seconds of training
         self.error: str | None = None  # the first; "" after its warning
         self.request = Thread()
         self.request.start()  # sends nothing; from here on there is a last request to wait for
 
-    def on_log(self, trainer: Run, metrics: dict[str, float]) -> None:
+    def on_log(self, trainer: Run, metrics: Metrics) -> None:
         self.metrics |= metrics
         if metrics["seconds"] >= self.next_at and not self.request.is_alive():
             self.next_at = metrics["seconds"] + INTERVAL_S

@@ -1,7 +1,7 @@
 """Log the share of each source of a :class:`toolkit.data.Mixture`."""
 
 from toolkit.data.interleave import MixtureOrder
-from toolkit.training.run import Callback, Run
+from toolkit.training.run import Callback, Metrics, Run
 
 
 class MixtureShares(Callback):
@@ -11,7 +11,7 @@ class MixtureShares(Callback):
         self.order = order
         self.columns = tuple(f"share_{name}" for name in order.weights)
 
-    def on_log(self, trainer: Run, metrics: dict[str, float]) -> None:
+    def on_log(self, trainer: Run, metrics: Metrics) -> None:
         shares = self.order.shares(trainer.progress.samples)
         metrics |= {f"share_{name}": share for name, share in shares.items()}
 

@@ -15,7 +15,7 @@ from toolkit.config import ProfilerArgs
 from toolkit.distributed import ranks
 from toolkit.io.safe_parse import no_follow
 from toolkit.private_torch import dump_memory_history, record_memory_history
-from toolkit.training.run import Callback, Run
+from toolkit.training.run import Callback, Metrics, Run
 from toolkit.training.trace import Shares, read_shares
 
 MAX_OPERATORS, MAX_RANKS = 10, 8
@@ -62,7 +62,7 @@ class Profile(Callback):
             )
         )
 
-    def on_step_end(self, trainer: Run, metrics: dict[str, float]) -> None:
+    def on_step_end(self, trainer: Run, metrics: Metrics) -> None:
         if self._profiler is None:
             return
         if trainer.progress.step < self._last:

@@ -4,7 +4,7 @@ from toolkit.distributed.names import canonical_name
 from toolkit.distributed.replicas import require_equal_replicas
 from toolkit.distributed.tensor_parallel import cuts_of
 from toolkit.training.model import ModelSpec, unwrapped
-from toolkit.training.run import Callback, Run
+from toolkit.training.run import Callback, Metrics, Run
 
 
 class ReplicaCheck(Callback):
@@ -13,7 +13,7 @@ class ReplicaCheck(Callback):
     def __init__(self, spec: ModelSpec) -> None:
         self.spec, self.is_done = spec, False
 
-    def on_step_end(self, trainer: Run, metrics: dict[str, float]) -> None:
+    def on_step_end(self, trainer: Run, metrics: Metrics) -> None:
         if not self.is_done:
             module = unwrapped(trainer.model)
             parts = {canonical_name(name): p for name, p in module.named_parameters()}

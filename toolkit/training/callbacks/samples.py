@@ -17,7 +17,7 @@ from toolkit.inference.sampling import GREEDY
 from toolkit.inference.text import stop_tokens
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
-from toolkit.training.run import Callback, Run
+from toolkit.training.run import Callback, Metrics, Run
 from toolkit.ui.events import write_event
 
 PLAIN_PROMPT = 32  # prompt tokens for plain text
@@ -39,7 +39,7 @@ class Sampler(Callback):
     max_new_tokens: int
     tokenizer: Tokenizer | None
 
-    def on_validation_end(self, trainer: Run, metrics: dict[str, float]) -> None:
+    def on_validation_end(self, trainer: Run, metrics: Metrics) -> None:
         with trainer.evaluation_weights():
             prompt, answer = self.show(trainer.model, trainer.progress.step, trainer.display)
         if ranks.global_rank() == 0:

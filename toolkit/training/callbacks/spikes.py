@@ -4,7 +4,7 @@ from collections import deque
 from statistics import fmean, stdev
 from typing import Any
 
-from toolkit.training.run import Callback, Run
+from toolkit.training.run import Callback, Metrics, Run
 
 WINDOW = 128
 
@@ -32,11 +32,11 @@ class SkipSpikes(Callback):
         self.skipped += bool(self.reason)
         return bool(self.reason)
 
-    def on_step_end(self, trainer: Run, metrics: dict[str, float]) -> None:
+    def on_step_end(self, trainer: Run, metrics: Metrics) -> None:
         if self.reason:
             trainer.display.message(f"note: step {trainer.progress.step} is skipped: {self.reason}")
 
-    def on_log(self, trainer: Run, metrics: dict[str, float]) -> None:
+    def on_log(self, trainer: Run, metrics: Metrics) -> None:
         metrics["skipped_steps"] = self.skipped
 
     def state_dict(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from toolkit.training.best_metric import VAL
 from toolkit.training.callbacks.answers import TimedMetrics
 from toolkit.training.checkpointer import Checkpointer
 from toolkit.training.launch import Launch
-from toolkit.training.run import Run
+from toolkit.training.run import Metrics, Run
 from toolkit.ui.progress import STDERR
 
 _TRIAL_QUESTIONS = 2  # one has no standard error
@@ -36,11 +36,11 @@ class TaskMetrics(TimedMetrics):
         self._launch, self._checkpointer = launch, checkpointer
         self.columns = tuple(self._evaluate(_TRIAL_QUESTIONS))
 
-    def validation_metrics(self, trainer: Run) -> dict[str, float]:
+    def validation_metrics(self, trainer: Run) -> Metrics:
         with self.timed(trainer.display):
             return self._evaluate(trainer.args.eval.metric_rows, trainer)
 
-    def _evaluate(self, limit: int | None, trainer: Run | None = None) -> dict[str, float]:
+    def _evaluate(self, limit: int | None, trainer: Run | None = None) -> Metrics:
         display = self._launch.display
         display.phase("running lm-eval tasks")
         with TemporaryDirectory(prefix=temporary_prefix()) as parent:  # empty on the other ranks
@@ -49,7 +49,7 @@ class TaskMetrics(TimedMetrics):
             self._checkpointer.export(folder)
             return self.measure(partial(self._run, folder, limit), "run lm-eval tasks", display, trainer)
 
-    def _run(self, folder: Path, limit: int | None) -> dict[str, float]:
+    def _run(self, folder: Path, limit: int | None) -> Metrics:
         evaluation = self._launch.args.eval
         words = [str(folder), "--tasks", str(evaluation.tasks), "--format", "json", "--micro_batch_size", "16"]
         words += ["--accelerator", self._launch.fabric.device.type, "--verify_checkpoint", "false"]

@@ -10,7 +10,7 @@ from toolkit.distributed import ranks
 from toolkit.errors import GuardError
 from toolkit.io.atomic import file_error
 from toolkit.planning.run_args import RunArgs
-from toolkit.training.run import Callback, Run
+from toolkit.training.run import Callback, Metrics, Run
 
 MAX_PENDING_UPLOADS = 2  # checkpoints waiting for upload
 SECONDS_AFTER_FAILURE = 20.0  # less than the timeout of the other ranks
@@ -29,7 +29,7 @@ class Upload(Callback):
         self._lease = None if uploader is None else uploader.lease  # on rank 0
         self._has_parts = False
 
-    def on_step_end(self, trainer: Run, metrics: dict[str, float]) -> None:
+    def on_step_end(self, trainer: Run, metrics: Metrics) -> None:
         self._report()
 
     def on_checkpoint_saved(self, trainer: Run, folder: Path) -> None:
