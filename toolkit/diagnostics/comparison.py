@@ -1,7 +1,5 @@
 """Compare the first steps of a user's run on its layout and on one process (N3 layout-independent-training)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

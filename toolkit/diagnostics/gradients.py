@@ -1,7 +1,5 @@
 """Record loss, gradient norm and per-parameter gradient norms at each step, equal on every rank."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

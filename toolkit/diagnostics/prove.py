@@ -1,7 +1,5 @@
 """`toolkit doctor --prove`: compare every path that exists only for CUDA with its reference, in ten minutes."""
 
-from __future__ import annotations
-
 import math
 import subprocess
 import time

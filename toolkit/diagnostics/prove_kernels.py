@@ -1,7 +1,5 @@
 """Rows of `toolkit doctor --prove` for kernels: values and gradients against fp64 on the CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial

@@ -1,7 +1,5 @@
 """Rows of `toolkit doctor --prove` for runs: 8 steps of pico-llama on random tokens, started as commands."""
 
-from __future__ import annotations
-
 import json
 from contextlib import suppress
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Table of options that are not supported together or have no effect together. Does not import torch."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Iterator

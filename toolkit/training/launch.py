@@ -1,7 +1,5 @@
 """Launch the processes of a run and prepare its data: what is known before a model is built."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time
