@@ -8,7 +8,6 @@ storages; the CUDA context, fragmentation and NCCL's buffers are not included. B
 import multiprocessing
 import os
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -57,8 +56,7 @@ from toolkit.training.step import train_step
 from toolkit.training.trace import BACKWARD, FORWARD
 
 GATHERED, GRADIENTS, OPTIMIZER, BUFFERS = "gathered weights", "gradients", "optimizer", "buffers"
-HOST = "in CPU memory"
-GB = 1e9
+HOST, GB = "in CPU memory", 1e9
 KINDS = (WEIGHTS, GATHERED, GRADIENTS, OPTIMIZER, ACTIVATIONS, BUFFERS)
 _GATHERS = ("c10d::_allgather_base_", "fsdp::split_with_sizes_copy")
 _REDUCTIONS = ("c10d::_reduce_scatter_base_", "fsdp::chunk_cat")
@@ -97,8 +95,7 @@ def simulate(inputs: MemoryInputs) -> Simulation:
         raise UserError(f"--simulate: does not support --strategy {strategy.extension}; use --strategy fsdp or ddp")
     if strategy.kind == "ddp" and inputs.has_masters:
         raise UserError("--simulate: does not support --precision bf16-master with ddp; use --precision bf16-mixed")
-    layout = strategy.layout
-    per_stage = layout.world_size // layout.pipeline
+    layout, per_stage = strategy.layout, strategy.layout.world_size // strategy.layout.pipeline
     stages = sorted({0, min(1, layout.pipeline - 1), layout.pipeline - 1})
     simulations = (_simulate_in_child(inputs, stage * per_stage) for stage in stages)
     return max(simulations, key=lambda simulation: simulation.peak)
@@ -311,7 +308,7 @@ class StepRecorder(Recorder):
         super().__init__("passes" if inputs.strategy.layout.pipeline > 1 else "forward")
         self._offloads, self._first, self._start = inputs.strategy.offloads, self.phase, 0
         self._earlier, self._model = -1, nn.Module()
-        self._calls, self._bytes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()  # by collective and place
+        self._collectives: dict[tuple[str, str], tuple[int, int]] = {}  # calls and bytes, by name and mesh
 
     def follow(self, update: Update) -> None:
         """Record the phase and the gradients of an update."""
@@ -332,8 +329,7 @@ class StepRecorder(Recorder):
     def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Measure from now on, with the kinds of what exists between steps."""
         self.phase, self._start = self._first, len(self.changes)
-        self._calls.clear()
-        self._bytes.clear()
+        self._collectives.clear()
         for parameter in model.parameters():
             shard = shard_of(parameter)
             self.track(local_shard(shard), self._place(parameter, WEIGHTS))
@@ -372,8 +368,8 @@ class StepRecorder(Recorder):
         if (collective := collective_of(func, out, args, kwargs)) is not None:
             members, size = collective
             key = name.removeprefix("c10d::").strip("_"), _dimensions(members)
-            self._calls[key] += 1
-            self._bytes[key] += size
+            calls, total = self._collectives.get(key, (0, 0))
+            self._collectives[key] = calls + 1, total + size
 
     def peak(self) -> tuple[dict[str, float], str]:
         """Return the bytes by kind at the peak, and its phase."""
@@ -386,7 +382,7 @@ class StepRecorder(Recorder):
         return sizes, self.changes[end][2]
 
     def collectives(self) -> list[tuple[str, str, int, int]]:
-        return [(*key, calls, self._bytes[key]) for key, calls in sorted(self._calls.items())]
+        return [(*key, calls, total) for key, (calls, total) in sorted(self._collectives.items())]
 
 
 def _name(func: Any) -> str:

@@ -75,11 +75,13 @@ _TENSOR, _PIPELINE, _CONTEXT = (_set(f"{name}_parallel_size", "N") for name in (
 _MODEL_PARALLEL = (_TENSOR, _PIPELINE, _CONTEXT)
 _ZBV = _is("pipeline.schedule", "zbv")
 _SEVERAL_DEVICES = Use("{world_size:several} devices", lambda f: f.world_size > 1)
+_FSDP = Use("{strategy_name:fsdp}", lambda f: f.is_fsdp)
 _EXTENSION_STRATEGY = Use("--strategy {strategy_name:NAME of an extension's strategy}", lambda f: f.is_extension)
 _OFFLOAD = Use("--fsdp.cpu_offload true", lambda f: f.strategy_plan is not None and f.strategy_plan.offloads)
 _ACCUMULATION = Use("accumulation ({batch:of several micro-batches})", lambda f: f.batch.accumulation > 1)
 _CHECKPOINTING = _set("train.activation_checkpointing", "selective, full")
 _MIXED_16, _MASTERS = _is("precision", "16-mixed"), _is("precision", "bf16-master")
+_NOT_16_MIXED = _is("precision", "32-true", "bf16-true", "bf16-master", "bf16-mixed")
 _FP8 = _set("train.fp8", "tensorwise, rowwise")
 _QUANTIZE = _set("quantize", "bnb.nf4, bnb.nf4-dq")
 _LORA = Use("finetune_lora", lambda f: f.lora is not None)
@@ -183,11 +185,9 @@ ROWS: tuple[Row, ...] = (
     Row(_FROZEN, _EXTENSION_STRATEGY, "the frozen model's head cannot be gathered alone", "use --strategy fsdp or ddp"),
     # dtypes
     Row(_is("fsdp.param_dtype", "bf16"), _is("precision", "32-true", "16-mixed"), _OTHER_DTYPE, "use bf16-mixed"),
-    Row(_is("fsdp.param_dtype", "fp16"), _is("precision", "32-true", "bf16-true", "bf16-master", "bf16-mixed"),
-        _OTHER_DTYPE, "use 16-mixed"),
+    Row(_is("fsdp.param_dtype", "fp16"), _NOT_16_MIXED, _OTHER_DTYPE, "use 16-mixed"),
     Row(_is("fsdp.param_dtype", "fp32"), _is("precision", "bf16-true", "bf16-master"), _OTHER_DTYPE, "use 32-true"),
-    Row(_is("fsdp.reduce_dtype", "fp16"),
-        _is("precision", "32-true", "bf16-true", "bf16-master", "bf16-mixed"),
+    Row(_is("fsdp.reduce_dtype", "fp16"), _NOT_16_MIXED,
         "fp16 needs the gradient scaler of 16-mixed", "use bf16 or fp32"),
     Row(_OFFLOAD, _MIXED_16, "loss scaling needs gradients on the device", "use bf16-mixed or 32-true"),
     Row(Use("--optimizer.options fused", lambda f: f.optimizer.options.get("fused")), _MIXED_16,
@@ -263,9 +263,9 @@ ROWS: tuple[Row, ...] = (
     Row(_MASTERS, Use("{strategy_name:fsdp or an extension's strategy}", lambda f: f.is_fsdp or f.is_extension),
         "under fsdp, bf16-mixed has fp32 shards and gathers in bf16", "use bf16-mixed or --strategy ddp"),
     Row(_MOMENTS, _EXTENSION_STRATEGY, "its shards are not rows of matrices", "use --strategy fsdp or ddp"),
-    Row(Use(_FOREIGN_OPTIMIZER.text, lambda f: f.needs_unsharded), Use("{strategy_name:fsdp}", lambda f: f.is_fsdp),
+    Row(Use(_FOREIGN_OPTIMIZER.text, lambda f: f.needs_unsharded), _FSDP,
         "its needs_unsharded is True", "use --strategy ddp"),
-    Row(_optimizer("SOAP"), Use("{strategy_name:fsdp}", lambda f: f.is_fsdp),
+    Row(_optimizer("SOAP"), _FSDP,
         "it needs complete matrices", "use --strategy ddp"),
     Row(_MASTERS, _FOREIGN_OPTIMIZER, _NOT_IN_PARTS, "use bf16-mixed"),
     Row(_MOMENTS, _FOREIGN_OPTIMIZER, _NOT_IN_PARTS, "remove it"),

@@ -45,10 +45,9 @@ def prepare_data(args: RunArgs, seq_length: int | None, report: Report) -> Prepa
         report(f"note: training a new tokenizer on the data; {download_hint(repository)}")
     elif args.tokenizer_dir != getattr(args.requested, "tokenizer_dir", args.tokenizer_dir):
         report(f"Tokenizer: {args.tokenizer_dir}")
-    options: dict[str, Any] = {"tokenizer": tokenizer, "max_seq_length": seq_length or 0, "report": report}
     model = None if args.objective.head is None or args.base_dir is None else read_model_config(args.base_dir)
-    options |= row_options(args.objective, model)
-    data = args.data.prepare(**options)
+    of_rows = row_options(args.objective, model)
+    data = args.data.prepare(tokenizer=tokenizer, max_seq_length=seq_length or 0, report=report, **of_rows)
     if not type(args.data).__module__.startswith("toolkit."):
         check_rows(f"--data {type(args.data).__name__}", data, seq_length)
     count, batch_size = row_count(data.train), args.train.global_batch_size
