@@ -39,18 +39,8 @@ class Trainer:
         UserError: an argument is unknown or set twice.
     """
 
-    def __init__(
-        self,
-        model: Any = None,
-        dataset: Any = None,
-        *more: Any,
-        val_dataset: Any = None,
-        preset: str | None = None,
-        strategy: str = "auto",
-        **options: Any,
-    ) -> None:
-        named = {"model": model, "val_dataset": val_dataset, "preset": preset or "balanced", "strategy": strategy}
-        self._options = trainer_options((dataset, *more), named | options)
+    def __init__(self, model: Any = None, dataset: Any = None, *more: Any, **options: Any) -> None:
+        self._options = trainer_options((dataset, *more), {"model": model} | options)
         self.arguments()  # fail now
         self._run: Run | None = None
         self.result: TrainResult | None = None
