@@ -279,7 +279,7 @@ def test_mistakes_are_one_line(base, capsys):
         "finetune_lora base --objective DPO --objective.reference_dir none": "--objective.reference_dir none: no such",
         "finetune_lora base --objective DPO --objective.reference_dir adapters": "run `toolkit merge_lora` on it first",
         "finetune_lora base --objective DPO --objective.reference_dir renamed": "has another vocabulary than base: of ",
-        "finetune_lora base --objective DPO --objective.reference_dir larger": "has a vocabulary of 281 tokens",
+        "finetune_lora base --objective DPO --objective.reference_dir larger": "has 281 tokens, but",
         "finetune_lora base --objective DPO --data.packing best_fit": "packing best_fit: is not supported with pref",
         "pretrain pico-llama --objective DPO --tokenizer_dir base": "--objective DPO is not supported with pretrain",
         "finetune_lora base --objective DPO --data PythonStdlib": "use --data Preference",

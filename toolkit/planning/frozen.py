@@ -5,6 +5,7 @@ from pathlib import Path
 from toolkit.checkpoints.find import find_checkpoint_dir
 from toolkit.checkpoints.store import ADAPTERS, WEIGHTS
 from toolkit.errors import UserError
+from toolkit.models.config import ModelConfig
 from toolkit.objectives import Objective
 
 
@@ -32,3 +33,12 @@ def find_model(objective: Objective) -> Path | None:
         fix = "run `toolkit merge_lora` on it first" if (folder / ADAPTERS).exists() else "give a model's folder"
         raise UserError(f"{frozen_flag(objective)}: holds no {WEIGHTS}; {fix}")
     return folder
+
+
+def require_same_vocabulary(objective: Objective, other: ModelConfig, trained: ModelConfig | None) -> None:
+    """Compare the numbers of tokens of another model and the trained one, None for a user-provided module."""
+    if trained is not None and other.vocab_size != trained.vocab_size:
+        raise UserError(
+            f"{frozen_flag(objective)}: has {other.vocab_size} tokens, but the trained model has {trained.vocab_size}; "
+            "use a model with the same vocabulary"
+        )

@@ -22,9 +22,8 @@ from toolkit.data.loader import val_batches
 from toolkit.distributed import ranks
 from toolkit.distributed.memory import malloc_trim
 from toolkit.distributed.private_lightning import FabricModule
-from toolkit.errors import UserError
-from toolkit.models.config import ModelConfig
 from toolkit.objectives.preference import REFERENCE, label_log_probs
+from toolkit.planning.frozen import frozen_flag, require_same_vocabulary
 from toolkit.training.build import build_frozen
 from toolkit.training.checkpoint_meta import model_fingerprint
 from toolkit.training.launch import Launch
@@ -74,7 +73,10 @@ def with_reference(launch: Launch) -> PreparedData:
     if not ranks.broadcast_from_rank0(values is not None):
         launch.display.phase("computing reference log-probabilities")
         report(f"Reference: computing the log-probabilities of {folder} once")
-        model = build_frozen(launch, specify_frozen(_read_config(launch, folder)), folder, is_exact=True)
+        config = read_model_config(folder)
+        require_language_model(config, frozen_flag(args.objective))
+        require_same_vocabulary(args.objective, config, launch.state.model.config)
+        model = build_frozen(launch, specify_frozen(config), folder, is_exact=True)
         computed = {name: _compute(launch, model, rows, report) for name, rows in parts.items()}
         del model
         malloc_trim()
@@ -86,18 +88,6 @@ def with_reference(launch: Launch) -> PreparedData:
     report(f"Reference: log-probabilities of {folder} in {cached}")
     wrapped: dict[str, Any] = {name: _WithReference(rows, values[name]) for name, rows in parts.items()}
     return replace(data, **wrapped)
-
-
-def _read_config(launch: Launch, folder: Path) -> ModelConfig:
-    config, trained = read_model_config(folder), launch.state.model.config
-    require_language_model(config, f"--objective.reference_dir {folder}")
-    if trained is None or config.vocab_size != trained.vocab_size:
-        size = None if trained is None else trained.vocab_size
-        raise UserError(
-            f"--objective.reference_dir {folder}: has a vocabulary of {config.vocab_size} tokens, the trained model of "
-            f"{size}; use a model with the same tokenizer"
-        )
-    return config
 
 
 @torch.no_grad()

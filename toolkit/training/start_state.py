@@ -11,9 +11,8 @@ from toolkit.config import AUTO, EvalArgs, TrainArgs
 from toolkit.data.base import PreparedData, epoch_rows, is_ragged, mean_length, row_lengths
 from toolkit.errors import UserError, require_option
 from toolkit.measure.flops import flops_per_token
-from toolkit.models.config import ModelConfig
 from toolkit.optim.schedule import Schedule, build_schedule
-from toolkit.planning.frozen import frozen_flag
+from toolkit.planning.frozen import require_same_vocabulary
 from toolkit.planning.options import require_profiled_steps
 from toolkit.planning.resolve import ResolvedConfig
 from toolkit.training.checkpoint_meta import RunFingerprint, objective_fingerprint, read_callback_states, read_meta
@@ -63,7 +62,8 @@ def prepare_start_state(
     args, fp8 = resolved.args, resolved.args.train.fp8
     require_disjoint_samples(data.train)
     config = with_vocabulary(resolved.model, data)
-    _require_frozen_vocabulary(resolved, config, data)
+    if resolved.frozen is not None and data.tokenizer is None:  # otherwise the tokenizers have been compared
+        require_same_vocabulary(args.objective, resolved.frozen, config)
     model = ModelSpec(config, args.module, args.block_classes, args.lora, args.quantize)
     length, longest = mean_length(data.train), longest_ragged(data, resolved.max_seq_length)
     base, adapters = None, {}
@@ -106,17 +106,6 @@ def prepare_start_state(
         resume_from, progress, model, base, fingerprint, limits, schedule, length, longest, flops, damaged, frozen,
         callbacks,
     )  # fmt: skip
-
-
-def _require_frozen_vocabulary(resolved: ResolvedConfig, config: ModelConfig | None, data: PreparedData) -> None:
-    """Compare the numbers of tokens with the objective's frozen model if the data comes without a tokenizer."""
-    frozen = resolved.frozen
-    if frozen is None or config is None or data.tokenizer is not None or frozen.vocab_size == config.vocab_size:
-        return
-    raise UserError(
-        f"{frozen_flag(resolved.args.objective)}: has {frozen.vocab_size} tokens, but the trained model has "
-        f"{config.vocab_size}; use a model with the same vocabulary"
-    )
 
 
 def keep_fused_qkv(config: ResolvedConfig, resume_from: Path | None) -> ResolvedConfig:
