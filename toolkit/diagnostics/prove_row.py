@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,8 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from toolkit.distributed.launchers import is_launcher_variable
-from toolkit.errors import CommandError, one_line
+from toolkit.distributed.launchers import run_toolkit
 from toolkit.ui.loggers import read_metrics
 
 STEPS = (
@@ -68,13 +64,7 @@ class Machine:
 
     def command(self, words: str) -> str:
         """Run a toolkit command and return its output. Raises CommandError with its last line if it fails."""
-        environ = {name: value for name, value in os.environ.items() if not is_launcher_variable(name)}
-        seconds = max(1.0, self.deadline - time.monotonic())
-        command = [sys.executable, "-m", "toolkit", *words.split()]
-        done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=seconds)
-        if done.returncode != 0:
-            raise CommandError(one_line((done.stderr.strip().splitlines() or ["no message"])[-1]))
-        return done.stdout
+        return run_toolkit(words.split(), max(1.0, self.deadline - time.monotonic()))
 
     def train(self, options: str, device: str = "", command: str = f"pretrain pico-llama {STEPS}") -> Path:
         """Train with further options, once; return the folder of the run."""

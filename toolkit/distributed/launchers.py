@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from toolkit.errors import UserError
+from toolkit.errors import CommandError, UserError, one_line
 
 Environ = Mapping[str, str]
 PARENT = "TOOLKIT_PARENT_PID"  # PID of the process on this node that launched this one
@@ -130,6 +132,20 @@ def is_launcher_variable(name: str) -> bool:
     """Whether a launcher such as torchrun or SLURM sets this environment variable for its processes."""
     rows = {variable for row in _LAUNCHERS for variable in row.variables}
     return name in rows or name in _INDEXES or _OF_LAUNCHERS.fullmatch(name) is not None
+
+
+def run_toolkit(words: list[str], timeout: float | None = None) -> str:
+    """Run a toolkit command in a new process, which is not of this one's launcher, and return its output.
+
+    Raises:
+        CommandError: It has failed; the message is the last line that it printed on standard error.
+    """
+    environ = {name: value for name, value in os.environ.items() if not is_launcher_variable(name)}
+    command = [sys.executable, "-m", "toolkit", *words]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=timeout)
+    if done.returncode:
+        raise CommandError(one_line((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]))
+    return done.stdout
 
 
 def find_index(environ: Environ = os.environ) -> tuple[str, str] | None:

@@ -1,16 +1,13 @@
 """Run lm-eval tasks at each validation, for ``--eval.tasks``, as ``toolkit evaluate`` does."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from toolkit.distributed.launchers import is_launcher_variable
-from toolkit.errors import UserError
+from toolkit.distributed.launchers import run_toolkit
+from toolkit.errors import CommandError, UserError
 from toolkit.io.tempfiles import temporary_prefix
 from toolkit.training.best_metric import VAL
 from toolkit.training.callbacks.answers import TimedMetrics
@@ -51,19 +48,18 @@ class TaskMetrics(TimedMetrics):
 
     def _run(self, folder: Path, limit: int | None) -> Metrics:
         evaluation = self._launch.args.eval
-        words = [str(folder), "--tasks", str(evaluation.tasks), "--format", "json", "--micro_batch_size", "16"]
-        words += ["--accelerator", self._launch.fabric.device.type, "--verify_checkpoint", "false"]
+        words = ["evaluate", str(folder), "--tasks", str(evaluation.tasks), "--format", "json"]
+        words += ["--micro_batch_size", "16", "--verify_checkpoint", "false"]
+        words += ["--accelerator", self._launch.fabric.device.type]
         words += [] if limit is None else ["--limit", str(limit)]
         words += [] if evaluation.tasks_path is None else ["--include_path", evaluation.tasks_path]
-        environ = {name: value for name, value in os.environ.items() if not is_launcher_variable(name)}
-        command = [sys.executable, "-m", "toolkit", "evaluate", *words]
-        done = subprocess.run(command, env=environ, capture_output=True, text=True)
-        if done.returncode:
-            reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        try:
+            output = run_toolkit(words)
+        except CommandError as error:
             option = f"tasks {evaluation.tasks}: "
-            reason = reason.removeprefix("toolkit evaluate: ").removeprefix(f"--{option}")
-            raise UserError(f"--eval.{option}{reason}")
-        return columns_of(json.loads(done.stdout.splitlines()[-1])["tasks"])
+            reason = str(error).removeprefix("toolkit evaluate: ").removeprefix(f"--{option}")
+            raise UserError(f"--eval.{option}{reason}") from error
+        return columns_of(json.loads(output.splitlines()[-1])["tasks"])
 
 
 def columns_of(results: dict[str, dict[str, float]]) -> dict[str, float]:
