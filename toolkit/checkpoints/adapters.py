@@ -16,7 +16,7 @@ from toolkit.checkpoints.find import find_checkpoint_dir
 from toolkit.checkpoints.fingerprint import base_fingerprint
 from toolkit.checkpoints.store import ADAPTERS, WEIGHTS
 from toolkit.checkpoints.weights import Tensors, load_state, only_tensors, require_compatible, save_weights
-from toolkit.errors import UserError, one_line
+from toolkit.errors import UserError, one_line, require_option
 from toolkit.io.safe_parse import read_yaml
 from toolkit.models.lora import is_adapter
 from toolkit.models.lora_config import LoRAConfig
@@ -50,10 +50,9 @@ def has_adapters_only(folder: str | Path) -> bool:
 
 def require_adapters(folder: str | Path, **flags: Any) -> None:
     """Raise UserError if a flag for unmerged adapters is set and the folder holds a complete model."""
-    flag = next((name for name, value in flags.items() if value not in (None, False)), None)
-    if flag is not None and not has_adapters_only(folder):
-        value = str(flags[flag]).lower() if flags[flag] is True else flags[flag]
-        raise UserError(f"--{flag} {value}: has no effect, {folder} holds a complete model; remove it")
+    for flag, value in flags.items():
+        has_effect = value in (None, False) or has_adapters_only(folder)
+        require_option(has_effect, flag, value, f"has no effect, {folder} holds a complete model; remove it")
 
 
 def write_adapter_files(folder: Path, adapters: Tensors, info: AdapterInfo) -> None:
