@@ -1,5 +1,6 @@
 """Record where a model was imported from: a repository of the Hugging Face hub, or a folder."""
 
+from contextlib import suppress
 from pathlib import Path
 
 import yaml
@@ -15,27 +16,22 @@ def write_origin(folder: Path, origin: dict[str, str]) -> None:
     (folder / ORIGIN_FILE).write_text(yaml.safe_dump(origin, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
-def read_origin(folder: Path) -> tuple[str, str | None] | None:
-    """Return (hub name or Hugging Face folder, revision) that a model was imported from.
-
-    The revision is None for ``main`` and for folders. Returns None if no origin is recorded or the folder no longer
-    exists.
-    """
-    try:
-        origin = read_yaml(folder / ORIGIN_FILE)
-        repo_id, revision, hf_dir = (origin.get(key) for key in ("repo_id", "revision", "hf_dir"))
-    except (OSError, ValueError, AttributeError):
-        return None
-    if isinstance(repo_id, str):
-        return repo_id, revision if isinstance(revision, str) and revision != "main" else None
-    return (hf_dir, None) if isinstance(hf_dir, str) and Path(hf_dir, CONFIG).is_file() else None
-
-
 def hf_origin(base: Path) -> tuple[str, str | None] | None:
-    """Return (hub name or Hugging Face folder, revision) of the base model; None if unknown.
+    """Return (hub name or Hugging Face folder, revision) that a model was imported from; None if unknown.
 
-    Falls back to the hub name in a path checkpoints/ORGANIZATION/NAME. Ignores ``_name_or_path`` in config.json,
-    because transformers records the parent of a finetuned model there.
+    The revision is None for ``main`` and for folders. Without a record of a folder that still exists, a path
+    checkpoints/ORGANIZATION/NAME has the hub name. Ignores ``_name_or_path`` in config.json, because transformers
+    records the parent of a finetuned model there.
     """
+    origin = None
+    with suppress(OSError, ValueError):
+        origin = read_yaml(base / ORIGIN_FILE)
+    match origin:
+        case {"repo_id": str(repo_id), "revision": str(revision)} if revision != "main":
+            return repo_id, revision
+        case {"repo_id": str(repo_id)}:
+            return repo_id, None
+        case {"hf_dir": str(hf_dir)} if Path(hf_dir, CONFIG).is_file():
+            return hf_dir, None
     parts = base.resolve().parts
-    return read_origin(base) or (("/".join(parts[-2:]), None) if "checkpoints" in parts[-3:-2] else None)
+    return ("/".join(parts[-2:]), None) if "checkpoints" in parts[-3:-2] else None
