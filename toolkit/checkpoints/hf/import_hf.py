@@ -17,7 +17,7 @@ from toolkit.checkpoints.hf.files import Weight, close
 from toolkit.checkpoints.hf.origin import ORIGIN_FILE, write_origin
 from toolkit.checkpoints.hf.reader import CONFIG, find_weights, quantized_bits
 from toolkit.checkpoints.hf.sums import require_intact
-from toolkit.checkpoints.hf.tokenizer import convert_sentencepiece, find_sentencepiece
+from toolkit.checkpoints.hf.tokenizer import SENTENCEPIECE, convert_sentencepiece
 from toolkit.checkpoints.merge import copy_files
 from toolkit.checkpoints.scratch import mmap_copy
 from toolkit.checkpoints.store import WEIGHTS, require_new_folder, write_model_folder
@@ -155,7 +155,7 @@ def _convert_tokenizer(hf_dir: Path, config: ModelConfig) -> tuple[bytes | None,
     hint = "copy one and its companion files into that folder; training and evaluate also take --tokenizer_dir"
     if (hf_dir / "tokenizer.json").is_file():
         return None, _vocab_size_warning(Tokenizer.load(hf_dir, flag="hf_dir"), config)
-    model = find_sentencepiece(hf_dir)
+    model = next((hf_dir / name for name in SENTENCEPIECE if (hf_dir / name).is_file()), None)
     if model is None:
         return None, [f"warning: {hf_dir} holds no tokenizer.json: {hint}"]
     try:

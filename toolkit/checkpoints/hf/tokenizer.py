@@ -13,13 +13,6 @@ SENTENCEPIECE = ("tokenizer.model", "spiece.model")
 _PROBES = ("Hello world", "two  spaces ", "Grüße, 你好, مرحبا 🎉", "a\nb\n\n\tc", "1234567.89 + x_i == y", "")
 
 
-def find_sentencepiece(hf_dir: Path) -> Path | None:
-    """Return the SentencePiece model of a folder that has no tokenizer.json, if any."""
-    if (hf_dir / "tokenizer.json").is_file():
-        return None
-    return next((hf_dir / name for name in SENTENCEPIECE if (hf_dir / name).is_file()), None)
-
-
 def convert_sentencepiece(model: Path) -> bytes:
     """Convert a SentencePiece model with transformers. Return the content of tokenizer.json.
 
