@@ -11,7 +11,7 @@ from helpers.small_runs import text_data
 
 from toolkit.checkpoints.adapters import ADAPTERS
 from toolkit.checkpoints.folder import load_model
-from toolkit.checkpoints.store import has_best, newest, step_of
+from toolkit.checkpoints.store import complete_checkpoints, newest, step_of
 from toolkit.checkpoints.weights import load_state
 from toolkit.cli import main
 from toolkit.training.run import Run
@@ -67,7 +67,7 @@ def test_pruning_keeps_the_best_checkpoint(flags, fake_losses, tmp_path):
 
 def test_no_best_checkpoint_without_the_flag(flags, fake_losses, tmp_path):
     assert pretrain(flags, tmp_path / "run", 2, "--train.keep_best", "false") == 0
-    assert not has_best(tmp_path / "run")
+    assert "best" not in dict(complete_checkpoints(tmp_path / "run"))
 
 
 @pytest.mark.slow
@@ -103,7 +103,7 @@ def test_run_resumes_from_later_checkpoints_than_best(flags, fake_losses, tmp_pa
     # a checkpoint that was being replaced at a power failure is still used
     shutil.rmtree(out / "step-00000005")
     (out / "best").rename(out / ".old-best")
-    assert newest(out) == out / ".old-best" and has_best(out)
+    assert newest(out) == dict(complete_checkpoints(out))["best"] == out / ".old-best"
 
 
 @pytest.mark.slow

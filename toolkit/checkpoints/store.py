@@ -174,12 +174,6 @@ def is_complete(folder: Path) -> bool:
     return (folder / COMPLETE).is_file()
 
 
-def step_folders(out_dir: Path) -> list[tuple[int, Path]]:
-    """Return (step, folder) of a run's complete ``step-*`` checkpoints, by ascending step."""
-    steps = ((step_in_name(name), path) for name, path in complete_checkpoints(out_dir))
-    return sorted((step, path) for step, path in steps if step is not None)
-
-
 def newest(out_dir: Path) -> Path | None:
     """Return the complete checkpoint with the highest step; ``final`` wins a tie."""
     return next(iter(newest_first(out_dir)), None)
@@ -203,11 +197,6 @@ def rename_damaged(folder: Path) -> Path:
     name = f"damaged-{folder.name.removeprefix(_OLD)}"
     targets = (folder.with_name(f"{name}-{number}" if number else name) for number in itertools.count())
     return folder.rename(next(target for target in targets if not os.path.lexists(target)))
-
-
-def has_best(out_dir: Path) -> bool:
-    """Whether the run has a complete ``best`` checkpoint."""
-    return any(name == BEST for name, _ in complete_checkpoints(out_dir))
 
 
 def step_of(folder: Path) -> int:
@@ -241,8 +230,8 @@ def is_checkpoint_name(name: str) -> bool:
 
 def prune(out_dir: Path, keep_last: int) -> None:
     """Delete all but the last ``keep_last`` step checkpoints; 0 keeps all. Call it after the newest is complete."""
-    folders = [folder for _, folder in step_folders(out_dir)]
-    for folder in folders[:-keep_last] if keep_last else []:
+    steps = [folder for folder in newest_first(out_dir) if step_in_name(folder.name) is not None]
+    for folder in reversed(steps[keep_last:] if keep_last else []):
         _delete_atomically(folder)
 
 

@@ -5,7 +5,7 @@ Checkpoints store the best value, so a resumed run behaves like an uninterrupted
 
 from typing import Any
 
-from toolkit.checkpoints.store import BEST, has_best
+from toolkit.checkpoints.store import BEST, complete_checkpoints
 from toolkit.distributed import ranks
 from toolkit.training.best_metric import VAL_LOSS, BestMetric
 from toolkit.training.run import Callback, Metrics, Run
@@ -49,7 +49,7 @@ class KeepBest(_TracksBest):
 
     def on_train_start(self, trainer: Run) -> None:
         super().on_train_start(trainer)
-        if not ranks.broadcast_from_rank0(has_best(trainer.out_dir)):
+        if not ranks.broadcast_from_rank0(BEST in dict(complete_checkpoints(trainer.out_dir))):
             self.best = None  # best/ was deleted or damaged, or is in another folder: save it after the next validation
 
     def on_validation_end(self, trainer: Run, metrics: Metrics) -> None:
