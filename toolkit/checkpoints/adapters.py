@@ -9,7 +9,6 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
 from torch import nn
 
 from toolkit.checkpoints.find import find_checkpoint_dir
@@ -17,7 +16,7 @@ from toolkit.checkpoints.fingerprint import base_fingerprint
 from toolkit.checkpoints.store import ADAPTERS, WEIGHTS
 from toolkit.checkpoints.weights import Tensors, load_state, only_tensors, require_compatible, save_weights
 from toolkit.errors import UserError, one_line, require_option
-from toolkit.io.safe_parse import read_yaml
+from toolkit.io.safe_parse import read_yaml, write_yaml
 from toolkit.models.lora import is_adapter
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.models.quantize import Quantize
@@ -66,7 +65,7 @@ def write_adapter_files(folder: Path, adapters: Tensors, info: AdapterInfo) -> N
         "base_hash": info.base_hash,
         "quantize": info.quantize,
     }
-    (folder / ADAPTER_CONFIG).write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    write_yaml(folder / ADAPTER_CONFIG, values)
 
 
 def read_adapter_info(folder: Path) -> AdapterInfo:

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-import yaml
 from torch import Tensor
 
 from toolkit.checkpoints.finite import write_weights
@@ -15,6 +14,7 @@ from toolkit.checkpoints.scratch import mmap_copy
 from toolkit.checkpoints.store import WEIGHTS, require_new_folder, write_model_folder
 from toolkit.data.tokenizer import FILE_PATTERNS, Tokenizer
 from toolkit.errors import UserError
+from toolkit.io.safe_parse import write_yaml
 from toolkit.models.config import Fields, ModelConfig
 from toolkit.models.families import FAMILIES
 
@@ -72,7 +72,7 @@ def export_litgpt(
 
     def write(tmp: Path) -> list[str]:
         nonfinite = write_weights(convert(tmp / WEIGHTS), tmp / WEIGHTS)
-        (tmp / CONFIG).write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+        write_yaml(tmp / CONFIG, values)
         copy_files(checkpoint_dir, tmp, FILE_PATTERNS)
         if tokenizer is not None:
             _write_tokenizer_config(tmp / "tokenizer_config.json", tokenizer)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor
 
 from toolkit.checkpoints.adapters import (
@@ -29,7 +28,7 @@ from toolkit.data.base import Report
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError, one_line
 from toolkit.extension import missing_message, registered
-from toolkit.io.safe_parse import read_yaml
+from toolkit.io.safe_parse import read_yaml, write_yaml
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import families
 from toolkit.models.gpt import GPT
@@ -189,7 +188,7 @@ def write_model_files(
     if config is not None:
         write_model_config(config, folder / CONFIG)
     if hyperparameters is not None:
-        _write_yaml(folder / HYPERPARAMETERS, hyperparameters)
+        write_yaml(folder / HYPERPARAMETERS, hyperparameters)
     if tokenizer is not None:
         tokenizer.save(folder)
 
@@ -197,11 +196,7 @@ def write_model_files(
 def write_model_config(config: ModelConfig, path: Path) -> None:
     """Write an architecture in the format that :func:`read_model_config` reads."""
     entry = registered("families").get(config.family)
-    _write_yaml(path, config.to_dict() | ({} if entry is None else {"extension": entry.origin}))
-
-
-def _write_yaml(path: Path, values: dict[str, Any]) -> None:
-    path.write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    write_yaml(path, config.to_dict() | ({} if entry is None else {"extension": entry.origin}))
 
 
 def _tie_or_untie(weights: Tensors, config: ModelConfig, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Read untrusted files with limits on size, nesting and time. Reads never block."""
+"""Read untrusted files with limits on size, nesting and time. Reads never block. Also write YAML."""
 
 import errno
 import json
@@ -67,6 +67,11 @@ def read_json_object(path: Path, optional: bool = False) -> dict[str, Any]:
 def read_yaml(path: str | Path) -> Any:
     """Read a YAML file. For exceptions, see :func:`read_bounded` and :func:`parse_yaml`."""
     return parse_yaml(read_bounded(path, "YAML"))
+
+
+def write_yaml(path: Path, values: dict[str, Any]) -> None:
+    """Write a YAML file that :func:`read_yaml` reads, with the keys in their order. Not atomic."""
+    path.write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
 def bounded_lines(file: IO[AnyStr], start: int = 0) -> Iterator[AnyStr]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from toolkit.checkpoints.hf.import_hf import import_hf, read_hf_config
-from toolkit.checkpoints.hf.origin import write_origin
+from toolkit.checkpoints.hf.origin import ORIGIN_FILE
 from toolkit.checkpoints.hf.reader import ADAPTER, CONFIG, INDEX, SINGLE, no_weights_hint, quantized_bits, read_index
 from toolkit.checkpoints.hf.sums import find_changed, write_sums
 from toolkit.checkpoints.lock import exclusive_lock
@@ -20,7 +20,7 @@ from toolkit.checkpoints.store import disk_full_reason, require_new_folder
 from toolkit.data.hub_errors import describe_hub_error, hub_error_types, require_repo_id
 from toolkit.data.tokenizer import FILE_PATTERNS, Tokenizer
 from toolkit.errors import UserError
-from toolkit.io.safe_parse import read_json_object
+from toolkit.io.safe_parse import read_json_object, write_yaml
 
 if TYPE_CHECKING:
     import torch
@@ -103,7 +103,7 @@ def download(
         repository.fetch(
             names, folder, f"; complete files remain in {staging}; run the same command again to download the rest"
         )
-        write_origin(folder, {"repo_id": repo_id, "revision": revision, "commit": repository.commit})
+        write_yaml(folder / ORIGIN_FILE, {"repo_id": repo_id, "revision": revision, "commit": repository.commit})
         try:
             if tokenizer_only:
                 Tokenizer.load(folder, f"repo_id {repo_id}:")

@@ -14,7 +14,7 @@ from toolkit.checkpoints.folder import CONFIG as CHECKPOINT_CONFIG
 from toolkit.checkpoints.folder import load_compatible_weights, read_model_config, write_model_config
 from toolkit.checkpoints.hf.export_hf import to_hf_names
 from toolkit.checkpoints.hf.files import Weight, close
-from toolkit.checkpoints.hf.origin import ORIGIN_FILE, write_origin
+from toolkit.checkpoints.hf.origin import ORIGIN_FILE
 from toolkit.checkpoints.hf.reader import CONFIG, find_weights, quantized_bits
 from toolkit.checkpoints.hf.sums import require_intact
 from toolkit.checkpoints.hf.tokenizer import SENTENCEPIECE, convert_sentencepiece
@@ -24,7 +24,7 @@ from toolkit.checkpoints.store import WEIGHTS, require_new_folder, write_model_f
 from toolkit.checkpoints.weights import require_compatible
 from toolkit.data.tokenizer import FILE_PATTERNS, Tokenizer
 from toolkit.errors import UserError, join_first, one_line
-from toolkit.io.safe_parse import read_json_object
+from toolkit.io.safe_parse import read_json_object, write_yaml
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import config_from_hf, family_of
 from toolkit.models.gpt import model_on_meta
@@ -67,7 +67,7 @@ def import_hf(
             write_model_config(config, folder / CHECKPOINT_CONFIG)
             copy_files(hf_dir, folder, (*FILE_PATTERNS, CONFIG, ORIGIN_FILE))
             if not (folder / ORIGIN_FILE).exists():
-                write_origin(folder, {"hf_dir": str(hf_dir.resolve())})
+                write_yaml(folder / ORIGIN_FILE, {"hf_dir": str(hf_dir.resolve())})
             if tokenizer_json is not None:
                 (folder / "tokenizer.json").write_bytes(tokenizer_json)
 

@@ -3,17 +3,11 @@
 from contextlib import suppress
 from pathlib import Path
 
-import yaml
-
 from toolkit.checkpoints.hf.reader import CONFIG
 from toolkit.io.safe_parse import read_yaml
 
-ORIGIN_FILE = "download.yaml"  # records the model's origin: a hub repository and commit, or a folder
-
-
-def write_origin(folder: Path, origin: dict[str, str]) -> None:
-    """Write ``download.yaml`` with a model's origin: repo_id, revision and commit, or hf_dir."""
-    (folder / ORIGIN_FILE).write_text(yaml.safe_dump(origin, sort_keys=False, allow_unicode=True), encoding="utf-8")
+ORIGIN_FILE = "download.yaml"
+"""Records the model's origin: repo_id, revision and commit, or hf_dir."""
 
 
 def hf_origin(base: Path) -> tuple[str, str | None] | None:
