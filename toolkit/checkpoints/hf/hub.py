@@ -1,7 +1,5 @@
 """Download a model from the Hugging Face hub: only allow-listed files, pinned to one commit (S4)."""
 
-from __future__ import annotations
-
 import glob
 import shutil
 import tempfile
@@ -9,7 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+import torch
 
 from toolkit.checkpoints.hf.import_hf import import_hf, read_hf_config
 from toolkit.checkpoints.hf.origin import ORIGIN_FILE
@@ -21,9 +21,6 @@ from toolkit.data.hub_errors import describe_hub_error, hub_error_types, require
 from toolkit.data.tokenizer import FILE_PATTERNS, Tokenizer
 from toolkit.errors import UserError
 from toolkit.io.safe_parse import read_json_object, write_yaml
-
-if TYPE_CHECKING:
-    import torch
 
 TIMEOUT = 30  # seconds
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
