@@ -14,8 +14,9 @@ from tests.checkpoints.test_adapters import make, write_adapted, write_base
 from tests.commands.test_merge_lora import add_companions
 from tests.models.test_lora import base, stir, tokens
 from toolkit.checkpoints.folder import load_model
-from toolkit.checkpoints.hf.origin import write_origin
+from toolkit.checkpoints.hf.origin import ORIGIN_FILE
 from toolkit.cli import main
+from toolkit.io.safe_parse import write_yaml
 from toolkit.models.lora_config import LoRAConfig
 
 
@@ -96,7 +97,7 @@ def test_the_result_loads_with_the_model_that_the_base_was_imported_from(tmp_pat
 def test_the_name_and_revision_of_a_downloaded_base(tmp_path, capsys):
     base_dir, folder, _ = make(tmp_path)
     for revision, expected in [("main", None), ("v2", "v2")]:
-        write_origin(base_dir, {"repo_id": "org/name", "revision": revision, "commit": "abc"})
+        write_yaml(base_dir / ORIGIN_FILE, {"repo_id": "org/name", "revision": revision, "commit": "abc"})
         out_dir = tmp_path / f"peft-{revision}"
         assert main(["convert_to_peft", str(folder), str(out_dir)]) == 0
         assert named_base(out_dir) == "org/name" and capsys.readouterr().err == ""

@@ -13,9 +13,10 @@ from tests.commands.test_download import contents, hub  # noqa: F401 (a fixture)
 from tests.models.test_lora import base
 from toolkit.checkpoints.folder import load_model
 from toolkit.checkpoints.hf import export_hf as export_module
-from toolkit.checkpoints.hf.origin import write_origin
+from toolkit.checkpoints.hf.origin import ORIGIN_FILE
 from toolkit.cli import main
 from toolkit.data.tokenizer import train_bpe
+from toolkit.io.safe_parse import write_yaml
 from toolkit.ui.loggers import COLUMNS
 
 
@@ -29,7 +30,7 @@ def trained(hub, tmp_path, monkeypatch):  # noqa: F811
     for folder in (run / "final", base_dir):
         write_base(folder, base())
         train_bpe(["a text"], 270).save(folder)
-    write_origin(base_dir, {"repo_id": "acme/base", "revision": "main", "commit": "abc"})
+    write_yaml(base_dir / ORIGIN_FILE, {"repo_id": "acme/base", "revision": "main", "commit": "abc"})
     settings = {
         "checkpoint_dir": "acme/base",
         "data": {"class_path": "JSON", "init_args": {"json_path": "/home/alice/pairs.json"}},

@@ -4,17 +4,14 @@ Each rank keeps a TCP connection to rank 0. The operating system closes it when 
 keepalive probes close it about 30 seconds after a node loses power.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import selectors
 import socket
 import threading
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch.distributed import Store
+from torch.distributed import Store
 
 ADDRESS = "lifeline"  # the key of rank 0's address
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}  # seconds, seconds, probes
