@@ -13,19 +13,16 @@ from torch import Tensor
 
 from toolkit.checkpoints.hf.files import Dequantized, StoredTensor
 
-METHOD = "fp8"  # quant_method in config.json
 BITS = 8  # per weight
 _SCALES = "_scale_inv"
 
 
 def block_size(config_json: dict[str, Any]) -> tuple[int, int] | None:
     """Return the block size (rows, columns) from ``config.json``; None if it specifies no block-scaled FP8."""
-    quantization = config_json.get("quantization_config")
-    if not isinstance(quantization, dict) or quantization.get("quant_method") != METHOD:
-        return None
-    match quantization.get("weight_block_size"), quantization.get("fmt", "e4m3"):
-        case [int(rows), int(columns)], "e4m3" if rows > 0 and columns > 0:
-            return rows, columns
+    match config_json.get("quantization_config"):
+        case {"quant_method": "fp8", "weight_block_size": [int(rows), int(columns)], **other}:
+            is_supported = rows > 0 and columns > 0 and other.get("fmt", "e4m3") == "e4m3"
+            return (rows, columns) if is_supported else None
     return None
 
 

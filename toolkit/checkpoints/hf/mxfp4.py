@@ -6,23 +6,14 @@ in / 32, 16), with two values per byte, lower bits first, and ``X_scales``, (exp
 127. The dequantized weight ``X`` is (experts, in, out).
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from toolkit.checkpoints.hf.files import Dequantized, StoredTensor
 
-METHOD = "mxfp4"  # quant_method in config.json
 BITS = 4 + 8 / 32  # per weight
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BLOCKS, _SCALES = "_blocks", "_scales"
-
-
-def is_packed(config_json: dict[str, Any]) -> bool:
-    """Whether a ``config.json`` specifies MXFP4 weights."""
-    quantization = config_json.get("quantization_config")
-    return isinstance(quantization, dict) and quantization.get("quant_method") == METHOD
 
 
 def join_blocks(tensors: dict[str, StoredTensor]) -> dict[str, Dequantized]:

@@ -62,8 +62,9 @@ def _unsupported_dtype(file: Path, name: str, dtype: str) -> UserError:
 
 def quantized_bits(config_json: dict[str, Any]) -> float | None:
     """Return bits per weight from ``config.json``; None if unquantized or in an unsupported format."""
-    if mxfp4.is_packed(config_json):
-        return mxfp4.BITS
+    match config_json:
+        case {"quantization_config": {"quant_method": "mxfp4"}}:
+            return mxfp4.BITS
     return None if fp8.block_size(config_json) is None else fp8.BITS
 
 
