@@ -31,7 +31,6 @@ from toolkit.io.safe_parse import read_json_object
 from toolkit.models.config import ModelConfig
 from toolkit.models.lora import adapted_on_meta, attention_rows
 from toolkit.models.lora_config import PARTS, LoRAConfig
-from toolkit.models.lora_layers import Adapter
 
 # Unsupported peft settings, with their neutral values.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -247,10 +246,10 @@ def _lora_config(folder: Path, settings: dict[str, Any], selected: set[str]) -> 
     if not selected:
         raise UserError(f"--from_peft {folder}: adapts none of this model's layers; give adapters of this architecture")
     try:
-        if type(settings.get("r", 8)) is not int or settings.get("r", 8) >= 2**31:
-            raise TypeError(f"r {settings['r']!r:.100}: must be an integer below 2**31")
+        if type(r := settings.get("r", 8)) is not int or r >= 2**31:
+            raise TypeError(f"r {r!r:.100}: must be an integer below 2**31")
         return LoRAConfig(
-            r=settings.get("r", 8),
+            r=r,
             alpha=settings.get("lora_alpha", 8),
             dropout=settings.get("lora_dropout", 0.0),
             rslora=settings.get("use_rslora", False),
@@ -325,11 +324,17 @@ def _convert_layer(layer: Layer, placed: list[PlacedAdapter], peft: _PeftAdapter
     for name, part, at, adapter in placed:
         i = layer.covers(at).index(True)
         tensors = peft.tensors.get(layer.modules[i], {})
-        _require_adapter(tensors, layer.modules[i], outs[i], adapter, fused.rank, peft.folder)
+        shapes: dict[str, tuple[int, ...]] = {
+            "lora_A": (fused.rank, adapter.A.size(1)),
+            "lora_B": (outs[i], fused.rank),
+        }
+        if has_magnitude := hasattr(adapter, "magnitude"):
+            shapes |= {"lora_magnitude_vector": (outs[i],)}
+        _require_shapes(tensors, layer.modules[i], shapes, peft.folder)
         rows, columns = slice(at.start, at.stop), fused.columns(part)
         adapters[f"{name}.A"] = tensors["lora_A"][columns].clone()
         adapters[f"{name}.B"] = _part_to_native(layer, i, tensors["lora_B"], outs)[rows, columns].clone()
-        if hasattr(adapter, "magnitude"):
+        if has_magnitude:
             magnitude = _part_to_native(layer, i, tensors["lora_magnitude_vector"][:, None], outs)
             adapters[f"{name}.magnitude"] = magnitude[rows, 0].clone()
     return adapters
@@ -344,12 +349,12 @@ def _copy_note(folder: Path, module: str, n: int, lora: LoRAConfig) -> str:
 
 def _split_experts(expert: ExpertParameter, peft: _PeftAdapters, lora: LoRAConfig) -> dict[str, Factors]:
     """Return the factors of a parameter of the experts by native adapter name."""
-    tensors = peft.tensors.get(expert.peft_module)
-    if tensors is None or not expert.has_both(peft.tensors):
+    if not expert.has_both(peft.tensors):
         raise UserError(
             f"--from_peft {peft.folder}: {expert.module}: must have adapters on gate_up_proj and down_proj in every "
             "layer with experts"
         )
+    tensors = peft.tensors[expert.peft_module]
     rows = tensors["lora_A"].size(0) if "lora_A" in tensors else lora.r
     _require_shapes(tensors, expert.peft_module, expert.shapes(rows), peft.folder)
     factors = expert.split(tensors["lora_A"], tensors["lora_B"], lora.r)
@@ -361,14 +366,6 @@ def _split_experts(expert: ExpertParameter, peft: _PeftAdapters, lora: LoRAConfi
 def _part_to_native(layer: Layer, i: int, tensor: Tensor, outs: list[int]) -> Tensor:
     """Return a native tensor (out, k) with the rows of the i-th Hugging Face layer, zeros elsewhere."""
     return layer.to_native([tensor if k == i else tensor.new_zeros(out, tensor.size(1)) for k, out in enumerate(outs)])
-
-
-def _require_adapter(tensors: Tensors, module: str, out: int, adapter: Adapter, r: int, folder: Path) -> None:
-    in_features = adapter.A.size(1)
-    shapes: dict[str, tuple[int, ...]] = {"lora_A": (r, in_features), "lora_B": (out, r)}
-    if hasattr(adapter, "magnitude"):
-        shapes["lora_magnitude_vector"] = (out,)
-    _require_shapes(tensors, module, shapes, folder)
 
 
 def _require_shapes(tensors: Tensors, module: str, shapes: dict[str, tuple[int, ...]], folder: Path) -> None:
