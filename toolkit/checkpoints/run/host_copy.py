@@ -21,11 +21,6 @@ class HostCopies:
         self._live: set[int] = set()
         self._copied_event: torch.cuda.Event | None = None
 
-    @property
-    def nbytes(self) -> int:
-        """Host memory in use, in bytes."""
-        return sum(buffer.nbytes for buffer in self._buffers.values())
-
     def begin(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Begin a new checkpoint. It overwrites the copies of the previous one."""
         self._copied = {}

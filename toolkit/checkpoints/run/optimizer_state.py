@@ -106,7 +106,8 @@ def group_values(module: nn.Module, optimizer: Optimizer) -> State:
         groups.append({"params": list(dict.fromkeys(chain(*(names for names, _ in found)))), **found[0][1]})
         for values, part in zip(by_rank, everywhere, strict=True):
             values.append(part.get(key, found[0])[1])
-    differ = any(_to_lists(values) != _to_lists(by_rank[0]) for values in by_rank)
+    first, *others = tree_map_only(Tensor, Tensor.tolist, by_rank)
+    differ = any(values != first for values in others)
     return {"param_groups": groups} | ({"param_groups_by_rank": by_rank} if differ else {})
 
 
@@ -360,7 +361,3 @@ def _first_element(stored: _LazyTensor, target: Tensor, part: _LocalParameter) -
 
 def _on_cpu(value: Any) -> Any:
     return value.detach().cpu().clone() if isinstance(value, Tensor) else value
-
-
-def _to_lists(groups: list[State]) -> list[State]:
-    return [{k: v.tolist() if isinstance(v, Tensor) else v for k, v in group.items()} for group in groups]

@@ -35,6 +35,7 @@ from toolkit.distributed.tensor_parallel import Cut, cuts_of
 from toolkit.errors import join_first
 from toolkit.models.lora import is_adapter
 from toolkit.optim.bf16 import MASTER
+from toolkit.private_torch import tree_map_only
 
 
 def full_state(
@@ -88,13 +89,13 @@ def gather_stages(state: State) -> State:
         return state
     group = ranks.group("pipeline")
     stages: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(stages, _map_tensors(state, lambda tensor: tensor.detach().to("meta")), group=group)
+    dist.all_gather_object(stages, tree_map_only(Tensor, lambda tensor: tensor.detach().to("meta"), state), group=group)
     if dist.get_rank(group) > 0:
         rank0 = dist.get_global_rank(group, 0)
-        _map_tensors(state, lambda tensor: dist.send(tensor.detach().cpu().contiguous(), rank0, group=group))
+        tree_map_only(Tensor, lambda tensor: dist.send(tensor.detach().cpu().contiguous(), rank0, group=group), state)
         return state
     for i, stage in enumerate(stages[1:], 1):
-        received = _map_tensors(stage, partial(_receive, dist.get_global_rank(group, i), group))
+        received = tree_map_only(Tensor, partial(_receive, dist.get_global_rank(group, i), group), stage)
         state = state | {name: value for name, value in received.items() if name not in state}
     return state
 
@@ -103,12 +104,6 @@ def _receive(rank: int, group: dist.ProcessGroup, like: Tensor) -> Tensor:
     tensor = torch.empty(like.shape, dtype=like.dtype)
     dist.recv(tensor, rank, group=group)
     return tensor
-
-
-def _map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
-    if isinstance(value, dict):
-        return {key: _map_tensors(inner, function) for key, inner in value.items()}
-    return function(value) if isinstance(value, Tensor) else value
 
 
 def tied_names(module: nn.Module) -> dict[str, str]:
@@ -161,7 +156,7 @@ def adapter_state(module: nn.Module, optimizer: Optimizer) -> tuple[Tensors, Sta
     adapters = {canonical_name(name): p for name, p in module.named_parameters() if is_adapter(name)}
     whole, cuts = StateDictOptions(full_state_dict=True), cuts_of(module)
     weights = {name: _gather(p.detach(), whole, cuts.get(name)).cpu() for name, p in adapters.items()}
-    state = _map_tensors(_parameter_states(adapters, optimizer, whole, cuts), Tensor.cpu)
+    state = tree_map_only(Tensor, Tensor.cpu, _parameter_states(adapters, optimizer, whole, cuts))
     if ranks.layout().pipeline > 1:
         weights, state = gather_stages(weights), gather_stages(state)
     return weights, {"adapters": state, **_group_state(module, optimizer, state)}
