@@ -83,12 +83,6 @@ def block_dtype(fabric: Fabric, dtype: torch.dtype) -> torch.dtype | None:
     return fabric.strategy.block_dtype(dtype) if isinstance(fabric.strategy, FullyShardedStrategy) else None
 
 
-def saves_shards(fabric: Fabric, fsdp: FSDPArgs) -> bool:
-    """Whether every rank writes its shards into a checkpoint. ``fsdp`` has the format of other strategies."""
-    strategy = fabric.strategy
-    return (strategy if isinstance(strategy, FullyShardedStrategy) else fsdp).state_dict_type == "sharded"
-
-
 def knows_gradient_norm(fabric: Fabric) -> bool:
     """Whether :func:`gradient_norm` supports the strategy. Extension strategies support only clipping."""
     return isinstance(fabric.strategy, (SingleDeviceStrategy, BucketedDDPStrategy, FullyShardedStrategy))

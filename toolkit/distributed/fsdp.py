@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from itertools import pairwise, product
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.fabric.plugins.precision import FSDPPrecision
@@ -87,15 +87,13 @@ class FullyShardedStrategy(FSDPStrategy):
 
     Args:
         auto_wrap_policy: The classes of the blocks. Each block is a unit, unless ``options`` define the units.
-        state_dict_type: "full": a run's checkpoints have one file; "sharded": one file per rank.
         sharding_strategy: FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD or NO_SHARD.
         device_mesh: With HYBRID_SHARD, the number of replicas and the data-parallel ranks of each; None: the nodes and
             the devices of a node.
-        cpu_offload: Whether to keep the shards in CPU memory.
-        mixed_precision: Dtypes of the block units; the other units are gathered in the dtype of their weights.
-        precision: The precision plugin.
         model_parallel: Sizes of the pipeline, context and tensor dimensions.
         options: Units by size or class, accumulation and prefetching.
+        others: Further arguments of Fabric's class. ``mixed_precision`` has the dtypes of the block units; the other
+            units are gathered in the dtype of their weights.
     """
 
     materialize: Materializer | None = None
@@ -107,26 +105,16 @@ class FullyShardedStrategy(FSDPStrategy):
         self,
         *,
         auto_wrap_policy: set[type[nn.Module]],
-        state_dict_type: Literal["full", "sharded"] = "full",
-        sharding_strategy: str = "HYBRID_SHARD",
+        sharding_strategy: Any = "HYBRID_SHARD",
         device_mesh: tuple[int, int] | None = None,
-        cpu_offload: bool = False,
-        mixed_precision: MixedPrecision | None = None,
-        precision: FSDPPrecision | None = None,
         model_parallel: Layout = UNSHARDED,
         options: FSDPArgs | None = None,
+        **others: Any,
     ) -> None:
         super().__init__(
-            precision=precision,
-            cpu_offload=cpu_offload,
-            mixed_precision=mixed_precision,
-            auto_wrap_policy=auto_wrap_policy,
-            sharding_strategy=sharding_strategy,  # type: ignore[arg-type]
-            state_dict_type=state_dict_type,
-            device_mesh=device_mesh,
+            auto_wrap_policy=auto_wrap_policy, sharding_strategy=sharding_strategy, device_mesh=device_mesh, **others
         )
-        self.state_dict_type, self._blocks = state_dict_type, tuple(auto_wrap_policy)
-        self._options = FSDPArgs() if options is None else options
+        self._blocks, self._options = tuple(auto_wrap_policy), options or FSDPArgs()
         self._device_mesh, self._model_parallel = device_mesh, model_parallel
         self._replicated: list[nn.Parameter] = []
 

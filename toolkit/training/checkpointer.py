@@ -31,7 +31,6 @@ from toolkit.checkpoints.store import WEIGHTS
 from toolkit.checkpoints.weights import Tensors, load_state, save_state
 from toolkit.data.base import State
 from toolkit.distributed import ranks
-from toolkit.distributed.fabric import saves_shards
 from toolkit.distributed.names import canonical_name
 from toolkit.errors import UserError
 from toolkit.io.threads import run_in_thread
@@ -77,7 +76,7 @@ class Checkpointer:
     @property
     def sharded(self) -> bool:
         """Whether every rank writes its shards; otherwise rank 0 writes one file."""
-        return saves_shards(self.launch.fabric, self.launch.args.fsdp)
+        return self.launch.args.fsdp.state_dict_type == "sharded"
 
     @property
     def is_writing(self) -> bool:
