@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from toolkit.checkpoints.remote.cached import local_copy
+from toolkit.checkpoints.remote.download import local_copy
 from toolkit.checkpoints.store import FINAL, WEIGHTS, newest, step_in_name
 from toolkit.errors import UserError
 from toolkit.io.paths import is_url

@@ -18,7 +18,7 @@ def setup(checkpoint_dir: str, out_dir: str, verify_checkpoint: bool = True) -> 
     """
     from toolkit.checkpoints.finite import warn_nonfinite
     from toolkit.checkpoints.folder import find_checkpoint_dir, require_intact_model
-    from toolkit.checkpoints.remote.cached import local_copy
+    from toolkit.checkpoints.remote.download import local_copy
     from toolkit.checkpoints.run.consolidate import consolidate
     from toolkit.checkpoints.run.sharded import is_sharded
 

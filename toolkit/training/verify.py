@@ -14,7 +14,7 @@ from toolkit.checkpoints.manifest import (
     missing_manifest_note,
     read_manifest,
 )
-from toolkit.checkpoints.remote.cached import local_copy
+from toolkit.checkpoints.remote.download import local_copy
 from toolkit.checkpoints.remote.run import RemoteRun
 from toolkit.checkpoints.store import newest_first
 from toolkit.data.base import Report

@@ -3,7 +3,6 @@
 Before training, the checkpoint to resume from is downloaded. During training, checkpoints and metrics are uploaded.
 """
 
-import hashlib
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,7 +12,7 @@ from pathlib import Path
 from toolkit.checkpoints.manifest import COMPLETE, DamagedCheckpointError, manifest_bytes, read_manifest
 from toolkit.checkpoints.remote import checkpoints
 from toolkit.checkpoints.remote.checkpoints import METRICS, RemoteCheckpoint
-from toolkit.checkpoints.remote.download import download, has_same_manifest
+from toolkit.checkpoints.remote.download import download, has_same_manifest, local_name
 from toolkit.checkpoints.remote.lease import Lease
 from toolkit.checkpoints.remote.uploader import Uploader
 from toolkit.checkpoints.store import BEST, FINAL, checkpoint_folders, newest_first, step_of
@@ -21,7 +20,7 @@ from toolkit.data.base import Report
 from toolkit.errors import UserError
 from toolkit.io.atomic import write_atomic
 from toolkit.io.checksums import find_damage
-from toolkit.io.paths import is_url, user_cache
+from toolkit.io.paths import is_url
 from toolkit.io.storage import Storage
 
 
@@ -38,13 +37,6 @@ def run_folder(out_dir: str, staging_dir: str | None) -> Path:
     if not is_url(out_dir):
         return Path(out_dir)
     return Path(staging_dir).expanduser() if staging_dir else local_name(out_dir, "runs")
-
-
-def local_name(url: str, kind: str) -> Path:
-    """Return the cache folder for a URL. Its name starts with the URL's last component."""
-    url = url.rstrip("/")
-    digest = hashlib.sha256(url.encode()).hexdigest()[:12]
-    return user_cache() / kind / f"{url.rpartition('/')[2]}-{digest}"
 
 
 class RemoteRun:

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from toolkit.checkpoints.manifest import COMPLETE
-from toolkit.checkpoints.remote.cached import local_copy
+from toolkit.checkpoints.remote.download import local_copy
 from toolkit.checkpoints.store import WEIGHTS, checkpoint_folders, complete_checkpoints, is_complete, newest, step_of
 from toolkit.errors import UserError
 from toolkit.io.paths import is_url
