@@ -307,7 +307,7 @@ UNBOUNDED = {  # reads without a limit, with the reason
     },
     "written by this process": {
         "checkpoints/hf/export_hf.py Path(out_dir) / CONFIG", "checkpoints/hf/push.py path",
-        "checkpoints/hf/tokenizer.py Path(folder) / 'tokenizer.json'", "checkpoints/lock.py file",
+        "checkpoints/hf/import_hf.py Path(folder) / 'tokenizer.json'", "checkpoints/lock.py file",
         "checkpoints/remote/uploader.py path", "training/trace.py json.load(file)",
     },
     "the user's cache": {

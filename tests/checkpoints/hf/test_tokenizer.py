@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.checkpoints.hf.import_hf import import_hf
-from toolkit.checkpoints.hf.tokenizer import SENTENCEPIECE
+from toolkit.checkpoints.hf import import_hf as import_module
+from toolkit.checkpoints.hf.import_hf import SENTENCEPIECE, import_hf
 from toolkit.data.tokenizer import FILE_PATTERNS, Tokenizer
 
 spm, transformers = pytest.importorskip("sentencepiece"), pytest.importorskip("transformers")
@@ -89,9 +89,7 @@ def test_damaged_tokenizer_is_one_note_and_weights_are_imported(folder, tmp_path
 
 
 def test_tokenizer_with_different_encoding_is_rejected(folder, tmp_path, monkeypatch):
-    from toolkit.checkpoints.hf import tokenizer as hf_tokenizer
-
-    monkeypatch.setattr(hf_tokenizer, "_PROBES", ("<s> in a text",))  # transformers takes it for the token
+    monkeypatch.setattr(import_module, "_PROBES", ("<s> in a text",))  # transformers takes it for the token
     (note,) = import_hf(folder, tmp_path / "native")
     assert "encodes '<s> in a text' differently" in note
 

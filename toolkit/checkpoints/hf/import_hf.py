@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import tempfile
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,6 @@ from toolkit.checkpoints.hf.files import Weight, close
 from toolkit.checkpoints.hf.origin import ORIGIN_FILE
 from toolkit.checkpoints.hf.reader import CONFIG, find_weights, quantized_bits
 from toolkit.checkpoints.hf.sums import require_intact
-from toolkit.checkpoints.hf.tokenizer import SENTENCEPIECE, convert_sentencepiece
 from toolkit.checkpoints.merge import copy_files
 from toolkit.checkpoints.scratch import mmap_copy
 from toolkit.checkpoints.store import WEIGHTS, require_new_folder, write_model_folder
@@ -31,6 +32,11 @@ from toolkit.models.gpt import model_on_meta
 from toolkit.models.moe import resolve_weight_dtype
 
 _HEAD, _EMBEDDING = "lm_head.weight", "transformer.wte.weight"
+# File names that transformers looks for. FILE_PATTERNS (the files to download) must include all of them.
+SENTENCEPIECE = ("tokenizer.model", "spiece.model")
+# Texts that both tokenizers must encode identically: spaces, other scripts, unknown characters, line ends, digits. No
+# leading space, which transformers encodes differently.
+_PROBES = ("Hello world", "two  spaces ", "Grüße, 你好, مرحبا 🎉", "a\nb\n\n\tc", "1234567.89 + x_i == y", "")
 
 
 def import_hf(
@@ -166,6 +172,32 @@ def _convert_tokenizer(hf_dir: Path, config: ModelConfig) -> tuple[bytes | None,
         return None, [f"{failed}; or copy a tokenizer.json and its companion files into that folder"]
     note = f"converted {model.name} to tokenizer.json; both encode the probe texts identically"
     return tokenizer_json, [note, *size_warning]
+
+
+def convert_sentencepiece(model: Path) -> bytes:
+    """Convert a SentencePiece model with transformers. Return the content of tokenizer.json.
+
+    Raises ValueError if the conversion fails or a probe text is not encoded as by SentencePiece.
+    """
+    try:
+        import sentencepiece
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        hint = "pip install transformers sentencepiece protobuf"
+        raise ValueError(f"{error.name} is not installed; run: {hint}") from error
+    try:
+        original = sentencepiece.SentencePieceProcessor(model_file=str(model))  # transformers would log a damaged one
+        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            fast = AutoTokenizer.from_pretrained(model.parent, local_files_only=True, trust_remote_code=False)
+            fast.save_pretrained(folder)
+            content = (Path(folder) / "tokenizer.json").read_bytes()
+    except Exception as error:  # a damaged file can make transformers raise anything
+        raise ValueError(one_line(error)[:200].rstrip(".")) from error
+    for text in _PROBES:
+        if fast.encode(text, add_special_tokens=False) != original.encode(text):
+            raise ValueError(f"the converted tokenizer encodes {text!r} differently")
+    return content
 
 
 def _vocab_size_warning(tokenizer: Tokenizer, config: ModelConfig) -> list[str]:
