@@ -20,10 +20,10 @@ from toolkit.models.gpt import model_on_meta
 _TOKENIZER = ("tokenizer.json", "tokenizer.model")
 
 
-def average(folders: Sequence[Path], out_dir: Path) -> list[str]:
+def average(folders: Sequence[Path], out_dir: Path) -> None:
     """Write a model folder with the mean of the folders' weights, summed in fp64 and rounded once to their dtype.
 
-    Other files are copies of the first folder's. Returns the names of weights that contain NaN or Inf.
+    Other files are copies of the first folder's.
 
     Raises:
         UserError: The folders differ in architecture, tokenizer or dtype, or hold adapters.
@@ -39,15 +39,14 @@ def average(folders: Sequence[Path], out_dir: Path) -> list[str]:
                 dtypes = f"{name} is {tensor.dtype}, but {sources[0][name].dtype} in {folders[0]}"
                 raise UserError(f"--checkpoint_dirs {folder}: {dtypes}; give checkpoints of one dtype")
 
-    def write(tmp: Path) -> list[str]:
+    def write(tmp: Path) -> None:
         names = [name for name in sources[0] if not (config.tie_embeddings and name == "lm_head.weight")]
         means = ((name, _mean([source[name] for source in sources], tmp / WEIGHTS)) for name in names)
-        nonfinite = write_weights(means, tmp / WEIGHTS, config.tie_embeddings)
+        write_weights(means, tmp / WEIGHTS, out_dir, config.tie_embeddings)
         write_model_config(config, tmp / CONFIG)
         copy_files(folders[0], tmp, (*FILE_PATTERNS, HYPERPARAMETERS))
-        return nonfinite
 
-    return write_model_folder(out_dir, write)
+    write_model_folder(out_dir, write)
 
 
 def _mean(tensors: list[Tensor], path: Path) -> Tensor:

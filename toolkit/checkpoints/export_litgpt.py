@@ -40,11 +40,10 @@ _PREFIXES = {
 
 def export_litgpt(
     checkpoint_dir: Path, out_dir: Path, merge: bool = False, base_checkpoint_dir: str | None = None
-) -> list[str]:
+) -> None:
     """Write a new folder for LitGPT atomically, which is also a checkpoint folder of toolkit.
 
-    ``merge`` merges adapters into ``base_checkpoint_dir``, by default the base model recorded in training. Returns the
-    names of weights that contain NaN or Inf.
+    ``merge`` merges adapters into ``base_checkpoint_dir``, by default the base model recorded in training.
 
     Raises:
         UserError: LitGPT would compute the model differently.
@@ -70,15 +69,14 @@ def export_litgpt(
             else:
                 yield name, tensor
 
-    def write(tmp: Path) -> list[str]:
-        nonfinite = write_weights(convert(tmp / WEIGHTS), tmp / WEIGHTS)
+    def write(tmp: Path) -> None:
+        write_weights(convert(tmp / WEIGHTS), tmp / WEIGHTS, out_dir)
         write_yaml(tmp / CONFIG, values)
         copy_files(checkpoint_dir, tmp, FILE_PATTERNS)
         if tokenizer is not None:
             _write_tokenizer_config(tmp / "tokenizer_config.json", tokenizer)
-        return nonfinite
 
-    return write_model_folder(out_dir, write)
+    write_model_folder(out_dir, write)
 
 
 def litgpt_config(config: ModelConfig) -> Fields:

@@ -49,8 +49,8 @@ def nonfinite_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> list
     return nonfinite_tensors(weights | moments, weights.keys())
 
 
-def write_weights(tensors: Iterable[tuple[str, Tensor]], path: Path, is_tied: bool = False) -> list[str]:
-    """Write (name, tensor) pairs to one file. Return the names of those that contain NaN or Inf.
+def write_weights(tensors: Iterable[tuple[str, Tensor]], path: Path, folder: Path, is_tied: bool = False) -> None:
+    """Write (name, tensor) pairs to one file. Warn of NaN and Inf in weights of ``folder``.
 
     ``is_tied`` stores the embedding as the head, too.
     """
@@ -62,15 +62,10 @@ def write_weights(tensors: Iterable[tuple[str, Tensor]], path: Path, is_tied: bo
     if is_tied:
         weights["lm_head.weight"] = weights["transformer.wte.weight"]
     save_weights(weights, path)
-    return nonfinite
+    warn_nonfinite(nonfinite, folder)
 
 
-def nonfinite_warning(names: list[str], folder: object) -> str:
-    """Return a one-line warning about converted tensors that contain NaN or Inf."""
-    return f"warning: NaN or Inf in {len(names)} tensor(s) of {folder}: {join_first(names)}"
-
-
-def warn_nonfinite(names: list[str], folder: object) -> None:
-    """Print the warning of :func:`nonfinite_warning`, if any."""
+def warn_nonfinite(names: list[str], path: Path) -> None:
+    """Print a warning about converted tensors that contain NaN or Inf, if there are any."""
     if names:
-        print(nonfinite_warning(names, folder), file=sys.stderr)
+        print(f"warning: NaN or Inf in {len(names)} tensor(s) of {path}: {join_first(names)}", file=sys.stderr)

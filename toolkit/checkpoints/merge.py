@@ -38,15 +38,13 @@ class MergedWeights(Mapping[str, Tensor]):
         base_checkpoint_dir: See :func:`toolkit.checkpoints.adapters.read_adapter`.
         dtype: Dtype of the merged weights; by default the base weight's.
 
-    ``config`` is the merged model's architecture: untied if the head has adapters. ``nonfinite`` lists the written
-    weights that contain NaN or Inf.
+    ``config`` is the merged model's architecture: untied if the head has adapters.
     """
 
     def __init__(
         self, folder: Path, base_checkpoint_dir: str | Path | None = None, dtype: torch.dtype | None = None
     ) -> None:
         self._dtype = dtype
-        self.nonfinite: list[str] = []
         self.info: AdapterInfo = read_adapter(folder, base_checkpoint_dir)
         self.config = read_adapted_config(folder, self.info.base)
         model = adapted_on_meta(self.config, self.info.lora)
@@ -91,7 +89,7 @@ def merge_in_place(
     if merged.config != read_model_config(folder):
         # Written before the weights: until these exist, loading uses the base folder's config.
         write_file(folder / CONFIG, lambda tmp: write_model_config(merged.config, tmp), flag="checkpoint_dir")
-    write_file(folder / WEIGHTS, lambda tmp: _write_weights(merged, tmp), flag="checkpoint_dir")
+    write_file(folder / WEIGHTS, lambda tmp: _write_weights(merged, tmp, folder), flag="checkpoint_dir")
     return merged
 
 
@@ -106,7 +104,7 @@ def merge_to(
     merged = MergedWeights(folder, base_checkpoint_dir, dtype)
 
     def write(tmp: Path) -> None:
-        _write_weights(merged, tmp / WEIGHTS)
+        _write_weights(merged, tmp / WEIGHTS, out_dir)
         write_model_config(merged.config, tmp / CONFIG)
         copy_files(folder, tmp, (*FILE_PATTERNS, HYPERPARAMETERS))
 
@@ -150,7 +148,7 @@ def relative_difference(logits: Tensor, expected: Tensor) -> float:
     return float((logits - expected).abs().max() / expected.abs().max())
 
 
-def _write_weights(merged: MergedWeights, path: Path) -> None:
+def _write_weights(merged: MergedWeights, path: Path, folder: Path) -> None:
     """Write merged weights. torch.save needs all tensors at once, so merged ones are buffered in temporary files."""
     buffered = ((k, v if v is merged._weights[k] else mmap_copy(v, path)) for k, v in merged.items())
-    merged.nonfinite += write_weights(buffered, path, merged.config.tie_embeddings)
+    write_weights(buffered, path, folder, merged.config.tie_embeddings)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
 
 from toolkit.checkpoints.lock import LOCK, detect_lost_lock
 from toolkit.checkpoints.manifest import COMPLETE, replace_in_manifest, write_manifest
@@ -22,7 +21,6 @@ from toolkit.io.checksums import Checksum, Checksums, checksum_files
 from toolkit.io.safe_parse import parse_json, read_bounded
 from toolkit.io.tempfiles import TMP, remove, sweep, temporary_path
 
-T = TypeVar("T")
 FINAL, BEST = "final", "best"
 WEIGHTS = "lit_model.pth"
 ADAPTERS = "lit_model.pth.lora"
@@ -64,15 +62,14 @@ def commit_checkpoint(tmp: Path, folder: Path, files: Mapping[str, Checksum]) ->
         )
 
 
-def write_model_folder(folder: Path, write: Callable[[Path], T]) -> T:
+def write_model_folder(folder: Path, write: Callable[[Path], object]) -> None:
     """Like :func:`write_folder`, with a manifest of all files."""
 
-    def write_and_list(tmp: Path) -> T:
-        result = write(tmp)
+    def write_and_list(tmp: Path) -> None:
+        write(tmp)
         write_manifest(tmp, sync_and_checksum(tmp, file_names(tmp)))
-        return result
 
-    return write_folder(folder, write_and_list)
+    write_folder(folder, write_and_list)
 
 
 def file_names(folder: Path) -> list[str]:
@@ -95,17 +92,16 @@ def sync_and_checksum(folder: Path, names: Collection[str]) -> Checksums:
     return files
 
 
-def write_folder(folder: Path, write: Callable[[Path], T], flag: str = "out_dir") -> T:
+def write_folder(folder: Path, write: Callable[[Path], object], flag: str = "out_dir") -> None:
     """Write a folder atomically: ``write`` fills a temporary folder, which is synced to disk and renamed.
 
-    Returns what ``write`` returns. Error messages name the option ``flag``.
+    Error messages name the option ``flag``.
     """
     tmp = _begin_folder(folder, flag)
     with delete_on_error(tmp, folder, flag):
-        result = write(tmp)
+        write(tmp)
         sync_tree(tmp)
         _rename_into_place(tmp, folder)
-    return result
 
 
 def _begin_folder(folder: Path, flag: str) -> Path:
@@ -154,19 +150,18 @@ def require_new_folder(out_dir: Path) -> None:
         raise UserError(f"out_dir {out_dir}: {reason}; give a new folder")
 
 
-def write_file(path: Path, write: Callable[[Path], T], flag: str) -> T:
+def write_file(path: Path, write: Callable[[Path], object], flag: str) -> None:
     """Write one file atomically into an existing folder, and add it to the folder's manifest.
 
-    ``write`` receives a temporary path. Returns what it returns. Error messages name the option ``flag``.
+    ``write`` receives a temporary path. Error messages name the option ``flag``.
     """
     tmp = temporary_path(path)
     sweep(path.parent)
     with delete_on_error(tmp, path, flag):
-        result = write(tmp)
+        write(tmp)
         sync(tmp)
         replace_in_manifest(path.parent, path.name, lambda: os.replace(tmp, path))
         sync(path.parent)
-    return result
 
 
 def is_complete(folder: Path) -> bool:

@@ -16,11 +16,10 @@ def setup(out_dir: str, checkpoint_dirs: str, verify_checkpoint: bool = True) ->
         verify_checkpoint: Verify checksums before loading; false accepts edited files.
     """
     from toolkit.checkpoints.average import average
-    from toolkit.checkpoints.finite import warn_nonfinite
     from toolkit.checkpoints.folder import find_model
 
     names = [name.strip() for name in checkpoint_dirs.split(",") if name.strip()]
     require_option(len(names) >= 2, "checkpoint_dirs", checkpoint_dirs, "must be two or more folders: A,B,...")
     folders = [find_model(name, verify=verify_checkpoint) for name in names]
-    warn_nonfinite(average(folders, Path(out_dir)), out_dir)
+    average(folders, Path(out_dir))
     print(f"wrote {out_dir}: the mean of {len(folders)} checkpoints")

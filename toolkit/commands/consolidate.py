@@ -16,7 +16,6 @@ def setup(checkpoint_dir: str, out_dir: str, verify_checkpoint: bool = True) -> 
         out_dir: The new folder.
         verify_checkpoint: Verify checksums before loading; false accepts edited files.
     """
-    from toolkit.checkpoints.finite import warn_nonfinite
     from toolkit.checkpoints.folder import find_checkpoint_dir, require_intact_model
     from toolkit.checkpoints.remote.download import local_copy
     from toolkit.checkpoints.run.consolidate import consolidate
@@ -28,5 +27,5 @@ def setup(checkpoint_dir: str, out_dir: str, verify_checkpoint: bool = True) -> 
     source = folder if is_sharded(folder / WEIGHTS) else find_checkpoint_dir(checkpoint_dir)
     if verify_checkpoint:
         require_intact_model(source)
-    warn_nonfinite(consolidate(source, Path(out_dir)), out_dir)
+    consolidate(source, Path(out_dir))
     print(f"wrote {out_dir}")

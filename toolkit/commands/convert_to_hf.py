@@ -42,7 +42,6 @@ def setup(
     import torch
 
     from toolkit.checkpoints.adapters import has_adapters_only
-    from toolkit.checkpoints.finite import warn_nonfinite
     from toolkit.checkpoints.folder import find_model, read_model_config
     from toolkit.checkpoints.hf.export_hf import export_hf, require_transformers, verify_hf
     from toolkit.checkpoints.hf.push import push_folder, require_target
@@ -63,8 +62,7 @@ def setup(
         print(f"largest difference of the logits, relative to the largest logit: {difference:.1e}")
 
     check = compare if verify else None
-    nonfinite = export_hf(folder, out_dir, target_dtype, merge, base_checkpoint_dir, check, family_options)
-    warn_nonfinite(nonfinite, out_dir)
+    export_hf(folder, out_dir, target_dtype, merge, base_checkpoint_dir, check, family_options)
     if not (Path(out_dir) / "tokenizer.json").exists():
         notice(f"warning: {folder} holds no tokenizer.json: copy one into {out_dir}")
     print(f"wrote {out_dir}")

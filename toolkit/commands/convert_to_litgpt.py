@@ -22,11 +22,10 @@ def setup(
         verify_checkpoint: Verify checksums before loading; false accepts edited files.
     """
     from toolkit.checkpoints.export_litgpt import export_litgpt
-    from toolkit.checkpoints.finite import warn_nonfinite
     from toolkit.checkpoints.folder import find_model
 
     folder = find_model(checkpoint_dir, base_checkpoint_dir, verify_checkpoint)
-    warn_nonfinite(export_litgpt(folder, Path(out_dir), merge, base_checkpoint_dir), out_dir)
+    export_litgpt(folder, Path(out_dir), merge, base_checkpoint_dir)
     if not (Path(out_dir) / "tokenizer.json").exists():
         notice(f"warning: {folder} holds no tokenizer.json: copy one into {out_dir}")
     print(f"wrote {out_dir}")

@@ -28,7 +28,6 @@ def setup(
             in HF_TOKEN, or from `hf auth login`.
         private: Visibility of the repository; false makes it public.
     """
-    from toolkit.checkpoints.finite import warn_nonfinite
     from toolkit.checkpoints.folder import find_checkpoint_dir, require_intact_model
     from toolkit.checkpoints.hf.push import push_folder, require_target
     from toolkit.checkpoints.peft.export_peft import export_peft
@@ -38,7 +37,6 @@ def setup(
     if verify_checkpoint:
         require_intact_model(folder, base_checkpoint_dir)
     exported = export_peft(folder, Path(out_dir), base_checkpoint_dir, base_model)
-    warn_nonfinite(exported.nonfinite, out_dir)
     print(f"wrote {out_dir}")
     print(f"base_model_name_or_path: {exported.base}")
     if not exported.has_known_base:

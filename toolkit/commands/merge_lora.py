@@ -31,7 +31,6 @@ def setup(
     """
     import torch
 
-    from toolkit.checkpoints.finite import warn_nonfinite
     from toolkit.checkpoints.folder import find_checkpoint_dir, require_intact_model
     from toolkit.checkpoints.merge import logit_difference, merge_in_place, merge_to
 
@@ -51,7 +50,6 @@ def setup(
     else:
         merged = merge_to(folder, target, base_checkpoint_dir, target_dtype)
         print(f"wrote {out_dir}")
-    warn_nonfinite(merged.nonfinite, target)
     print(f"base: {merged.info.base}, fingerprint {merged.info.base_hash[:16]}")
     if merged.info.quantize is not None:
         print(f"trained on that base quantized to {merged.info.quantize}; merged into the unquantized weights")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from toolkit.checkpoints.adapters import has_adapters_only
-from toolkit.checkpoints.finite import nonfinite_tensors, nonfinite_warning
+from toolkit.checkpoints.finite import nonfinite_tensors, warn_nonfinite
 from toolkit.checkpoints.folder import require_language_model
 from toolkit.checkpoints.gguf import architecture
 from toolkit.checkpoints.gguf.vocabulary import add_vocabulary, stop_tokens
@@ -37,7 +37,7 @@ def export_gguf(
     """Write a new GGUF file atomically, with about one weight in memory at a time, and a Modelfile if there is none.
 
     ``dtype`` is "F32", "F16", "BF16" or "Q8_0" (blocks of 32 values with one scale; rows of other lengths are F16).
-    ``merge`` merges adapters into ``base``, by default the base model recorded in training. Returns one-line warnings.
+    ``merge`` merges adapters into ``base``, by default the base model recorded in training. Returns one-line notes.
     """
     try:
         import gguf
@@ -53,20 +53,19 @@ def export_gguf(
     writer.add_file_type(gguf.LlamaFileType["ALL_F32" if dtype == "F32" else f"MOSTLY_{dtype}"])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     architecture.add_architecture(writer, config)
-    warnings = add_vocabulary(writer, tokenizer, config)
+    notes = add_vocabulary(writer, tokenizer, config)
+    if (context := architecture.context_length(config)) < config.block_size:
+        reason = f"llama.cpp has no sliding windows for {config.family}: the context is limited to the window"
+        notes.append(f"note: {reason}, {context} of {config.block_size} tokens")
     meta = {name: torch.empty_like(tensor, device="meta") for name, tensor in weights.items()}
     shapes, tensors = (_to_gguf_names(config, maps, source) for source in (meta, weights))
 
-    def write(tmp: Path) -> tuple[list[str], list[str]]:
-        nonfinite = _write(writer, tmp, shapes, tensors, dtype)
-        return nonfinite, _write_modelfile(out_path, tokenizer)  # before the rename: a killed command can be repeated
+    def write(tmp: Path) -> None:
+        warn_nonfinite(_write(writer, tmp, shapes, tensors, dtype), out_path)
+        notes.extend(_write_modelfile(out_path, tokenizer))  # before the rename: a killed command can be repeated
 
-    nonfinite, notes = write_file(out_path, write, flag="out_path")
-    warnings += [nonfinite_warning(nonfinite, out_path)] if nonfinite else []
-    if (context := architecture.context_length(config)) < config.block_size:
-        reason = f"llama.cpp has no sliding windows for {config.family}: the context is limited to the window"
-        warnings.append(f"note: {reason}, {context} of {config.block_size} tokens")
-    return [*warnings, *notes]
+    write_file(out_path, write, flag="out_path")
+    return notes
 
 
 def _write_modelfile(out_path: Path, tokenizer: Tokenizer) -> list[str]:

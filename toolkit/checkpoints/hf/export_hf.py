@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from toolkit.checkpoints.adapters import has_adapters_only, require_adapters
-from toolkit.checkpoints.finite import nonfinite_tensors
+from toolkit.checkpoints.finite import nonfinite_tensors, warn_nonfinite
 from toolkit.checkpoints.folder import load_compatible_weights, read_model_config
 from toolkit.checkpoints.hf.card import auto_class, write_model_card
 from toolkit.checkpoints.hf.files import FORMAT_NAMES
@@ -41,7 +41,7 @@ def export_hf(
     check: Callable[[Path], None] | None = None,
     family_options: Fields | None = None,
     flag: str = "out_dir",
-) -> list[str]:
+) -> None:
     """Write a Hugging Face folder with checksums, atomically. About one weight is in memory at a time.
 
     Args:
@@ -53,9 +53,6 @@ def export_hf(
         check: Called with the written folder before it is renamed to out_dir; if it raises, nothing is created.
         family_options: Options of an extension's family to override. Weights that the new model lacks are dropped.
         flag: What the user sets to change ``out_dir``, for messages.
-
-    Returns:
-        The names of exported tensors that contain NaN or Inf.
     """
     checkpoint_dir, out_dir = Path(checkpoint_dir), Path(out_dir)
     require_new_folder(out_dir)
@@ -67,8 +64,8 @@ def export_hf(
     if (checkpoint_dir / "tokenizer.json").is_file():
         tokenizer = Tokenizer.load(checkpoint_dir, flag="checkpoint_dir")
 
-    def write(folder: Path) -> list[str]:
-        nonfinite = _write_weights(folder, weights, config, dtype)
+    def write(folder: Path) -> None:
+        warn_nonfinite(_write_weights(folder, weights, config, dtype), out_dir)
         copy_files(checkpoint_dir, folder, FILE_PATTERNS)
         ids = _token_ids(checkpoint_dir, base, config, tokenizer)
         _write_config_files(folder, config, ids, dtype or weights["transformer.wte.weight"].dtype)
@@ -76,9 +73,8 @@ def export_hf(
         write_sums(folder)
         if check is not None:
             check(folder)
-        return nonfinite
 
-    return write_folder(out_dir, write, flag)
+    write_folder(out_dir, write, flag)
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toolkit.checkpoints.finite import nonfinite_warning, write_weights
+from toolkit.checkpoints.finite import write_weights
 from toolkit.checkpoints.folder import CONFIG as CHECKPOINT_CONFIG
 from toolkit.checkpoints.folder import load_compatible_weights, read_model_config, write_model_config
 from toolkit.checkpoints.hf.export_hf import to_hf_names
@@ -68,8 +68,7 @@ def import_hf(
 
         def write(folder: Path) -> None:
             weights = _convert(stored, config, dtype, out_dir)
-            if nonfinite := write_weights(weights, folder / WEIGHTS, config.tie_embeddings):
-                notes.append(nonfinite_warning(nonfinite, out_dir))
+            write_weights(weights, folder / WEIGHTS, out_dir, config.tie_embeddings)
             write_model_config(config, folder / CHECKPOINT_CONFIG)
             copy_files(hf_dir, folder, (*FILE_PATTERNS, CONFIG, ORIGIN_FILE))
             if not (folder / ORIGIN_FILE).exists():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from toolkit.checkpoints.adapters import load_adapters, read_adapter, read_adapter_info
-from toolkit.checkpoints.finite import nonfinite_tensors
+from toolkit.checkpoints.finite import warn_nonfinite
 from toolkit.checkpoints.folder import load_compatible_weights, read_model_config
 from toolkit.checkpoints.hf.card import write_model_card
 from toolkit.checkpoints.hf.export_hf import write_config, write_safetensors
@@ -55,8 +55,6 @@ class ExportResult(NamedTuple):
     """Model type of the multimodal model that contains the base model, which determines the tensor names."""
     has_tied_head: bool
     """Whether it has adapters of a head that is tied to the embedding."""
-    nonfinite: list[str]
-    """The names of exported tensors that contain NaN or Inf."""
 
 
 def export_peft(
@@ -115,7 +113,7 @@ def export_peft(
         settings["target_modules"] = _text_model_pattern(settings["target_modules"])
 
     def write(folder: Path) -> None:
-        write_safetensors(folder / TENSORS, tensors, iter(tensors.items()))
+        warn_nonfinite(write_safetensors(folder / TENSORS, tensors, iter(tensors.items())), out_dir)
         write_config(folder / SETTINGS, settings)
         copy_files(checkpoint_dir, folder, FILE_PATTERNS)
         card = folder / "README.md"
@@ -124,8 +122,7 @@ def export_peft(
 
     write_folder(out_dir, write)
     is_tied = info.lora.head and read_model_config(checkpoint_dir).tie_embeddings
-    nonfinite = nonfinite_tensors(tensors)
-    return ExportResult(base_name, hf_base is not None, is_checked, wrapper_type, is_tied, nonfinite)
+    return ExportResult(base_name, hf_base is not None, is_checked, wrapper_type, is_tied)
 
 
 def _convert_layer(

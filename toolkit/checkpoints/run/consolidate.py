@@ -17,11 +17,11 @@ from toolkit.models.gpt import model_on_meta
 _STATE, _OPTIMIZER = Path("trainer", "state.pth"), Path("trainer", "optimizer")
 
 
-def consolidate(checkpoint_dir: Path, out_dir: Path) -> list[str]:
+def consolidate(checkpoint_dir: Path, out_dir: Path) -> None:
     """Write a copy of a sharded checkpoint with weights in one file and optimizer state in ``trainer/state.pth``.
 
-    Creates the folder atomically, and marks it complete if the source is. Returns the names of weights that contain NaN
-    or Inf. Needs no process group, and as much memory as :func:`~toolkit.checkpoints.run.sharded.read_sharded`.
+    Creates the folder atomically, and marks it complete if the source is. Needs no process group, and as much memory as
+    :func:`~toolkit.checkpoints.run.sharded.read_sharded`.
     """
     require_new_folder(out_dir)
     if checkpoint_dir.resolve() in (out_dir.resolve(), *out_dir.resolve().parents):
@@ -30,26 +30,25 @@ def consolidate(checkpoint_dir: Path, out_dir: Path) -> list[str]:
         raise UserError(f"checkpoint_dir {checkpoint_dir}: is not sharded; use it directly")
     # Not begin_checkpoint: it deletes unfinished checkpoints next to out_dir, which may belong to a running job.
     write = write_model_folder if is_complete(checkpoint_dir) else write_folder  # only the former marks it complete
-    return write(out_dir, lambda tmp: _write(tmp, checkpoint_dir))
+    write(out_dir, lambda tmp: _write(tmp, checkpoint_dir, out_dir))
 
 
-def _write(tmp: Path, source: Path) -> list[str]:
+def _write(tmp: Path, source: Path, out_dir: Path) -> None:
     converted = {source / path for path in (WEIGHTS, _STATE, _OPTIMIZER, COMPLETE)}
     copy_files(source, tmp, ("**/*",), exclude=converted)
-    nonfinite = _write_weights(tmp, source)
+    _write_weights(tmp, source, out_dir)
     if (source / "trainer").exists():
         _write_state(tmp, source)
-    return nonfinite
 
 
-def _write_weights(tmp: Path, source: Path) -> list[str]:
+def _write_weights(tmp: Path, source: Path, out_dir: Path) -> None:
     if (source / CONFIG).exists():
         weights = load_compatible_weights(source, model_on_meta(read_model_config(source)))
     else:  # a user-defined module: meta.json records which names share a tensor
         weights = load_weights(source)
         tied = read_json_object(source / "trainer" / "meta.json").get("tied", {})
         weights |= {second: weights[first] for second, first in tied.items()}
-    return write_weights(weights.items(), tmp / WEIGHTS)
+    write_weights(weights.items(), tmp / WEIGHTS, out_dir)
 
 
 def _write_state(tmp: Path, source: Path) -> None:
