@@ -1,6 +1,5 @@
 """Create tensors in memory-mapped temporary files, which the system can page out (M2)."""
 
-import functools
 import os
 import tempfile
 from pathlib import Path
@@ -12,7 +11,6 @@ from toolkit.distributed.memory import malloc_trim
 from toolkit.errors import UserError
 from toolkit.io.tempfiles import sweep, temporary_prefix
 
-_sweep_once = functools.cache(sweep)  # once per folder, not per tensor
 SMALL_NUMEL = 65_536  # elements; smaller tensors stay in memory
 
 
@@ -48,7 +46,7 @@ def trim_after(numel: int) -> None:
 
 
 def _map_file(parent: Path, nbytes: int) -> Tensor:
-    _sweep_once(parent)
+    sweep(parent)
     with tempfile.NamedTemporaryFile(dir=parent, prefix=temporary_prefix()) as file:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file.fileno(), 0, nbytes)  # otherwise a full disk kills the process later (SIGBUS)

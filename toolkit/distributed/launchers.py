@@ -122,10 +122,10 @@ def find_launchers(environ: Environ = os.environ) -> list[Launcher]:
     return [PYTORCH_JOB] if is_pod and not found and not is_described else found
 
 
-def read_variables(launcher: str, environ: Environ = os.environ) -> dict[str, str]:
+def read_variables(launcher: str) -> dict[str, str]:
     """Return the variables that describe this process, by the name of its launcher in ``WorldInfo``."""
     rows = {row.name: row.variables for row in (*_LAUNCHERS, SLURM, PYTORCH_JOB)}
-    return {name: environ[name] for name in rows.get(launcher, COMMON) if name in environ}
+    return {name: os.environ[name] for name in rows.get(launcher, COMMON) if name in os.environ}
 
 
 def is_launcher_variable(name: str) -> bool:
@@ -154,6 +154,6 @@ def find_index(environ: Environ = os.environ) -> tuple[str, str] | None:
     return None if is_described else next((pair for pair in _INDEXES.items() if environ.get(pair[0])), None)
 
 
-def is_launched(environ: Environ = os.environ) -> bool:
+def is_launched() -> bool:
     """Whether a launcher started this process."""
-    return bool({"LOCAL_RANK", "RANK", SLURM.rank} & environ.keys() or find_launchers(environ))
+    return bool({"LOCAL_RANK", "RANK", SLURM.rank} & os.environ.keys() or find_launchers())

@@ -225,9 +225,8 @@ def name_ranks(missing: list[int] | range) -> str:
 def disconnect() -> None:
     """Leave the process group to wake the other ranks. Has a time limit, because NCCL may wait for a lost rank."""
     if ranks.is_distributed():
-        leaving = threading.Thread(target=dist.destroy_process_group, daemon=True)
-        leaving.start()
-        leaving.join(EXIT_TIMEOUT_S)
+        with suppress(Exception):
+            call_with_timeout(EXIT_TIMEOUT_S, dist.destroy_process_group)
 
 
 def wait_for_children(seconds: float = EXIT_TIMEOUT_S) -> None:

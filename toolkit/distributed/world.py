@@ -228,7 +228,13 @@ def _read_manual(devices: int | Auto, num_nodes: int | Auto, environ: Environ) -
     # Required on one node, too; otherwise each process would choose a different free port.
     if devices * nodes > 1:
         _require(["MASTER_ADDR"] * (nodes > 1) + ["MASTER_PORT"], nodes, environ)
-    return _check_rank(WorldInfo(devices, nodes, node_rank, local_rank, "manual", False), environ)
+    world = WorldInfo(devices, nodes, node_rank, local_rank, "manual", False)
+    if (rank := _number("RANK", environ, 0, default=world.global_rank)) != world.global_rank:
+        raise UserError(
+            f"RANK={rank}: process {local_rank} of node {node_rank}, with {devices} on each node, has rank "
+            f"{world.global_rank}; number the ranks node by node"
+        )
+    return world
 
 
 def _read_node(
@@ -335,15 +341,6 @@ def _check_agrees(launcher: Launcher, world: WorldInfo, environ: Environ) -> Non
     if (rank := _number(launcher.rank, environ, 0, default=expected)) != expected:
         here = f"this is {what} {expected} (by {world.launcher})"
         raise UserError(f"{launcher.rank}={rank}: {started}, but {here}; let both agree, or {hint}")
-
-
-def _check_rank(world: WorldInfo, environ: Environ) -> WorldInfo:
-    if (rank := _number("RANK", environ, 0, default=world.global_rank)) != world.global_rank:
-        raise UserError(
-            f"RANK={rank}: process {world.local_rank} of node {world.node_rank}, with {world.devices} on each node, "
-            f"has rank {world.global_rank}; number the ranks node by node"
-        )
-    return world
 
 
 def _number(name: str, environ: Environ, at_least: int, *, below: int | None = None, default: int | None = None) -> int:

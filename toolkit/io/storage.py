@@ -151,10 +151,10 @@ class Storage:
     # ---- folders
 
     @_request()
-    def entries(self, folder: str = "") -> dict[str, bool]:
-        """Return {name: is_folder} for the entries of a folder, or {} if the folder does not exist."""
+    def entries(self) -> dict[str, bool]:
+        """Return {name: is_folder} for the entries of the folder, or {} if it does not exist."""
         try:
-            entries = self.fs.ls(self._path(folder), detail=True)
+            entries = self.fs.ls(self.root, detail=True)
         except FileNotFoundError as error:
             _require_bucket(error)
             return {}

@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from toolkit.checkpoints.find import find_checkpoint_dir
-from toolkit.checkpoints.folder import write_model_files
+from toolkit.checkpoints.folder import CONFIG, write_model_config
 from toolkit.distributed.device import count_devices
 from toolkit.distributed.stages import describe_stages
 from toolkit.distributed.units import describe_units, plan_units
@@ -182,7 +182,7 @@ def run_args_of(options: TrainingOptions) -> Iterator[RunArgs]:
                     f"{options.checkpoint_option} {value}: no such folder, also not below checkpoints/, and no "
                     f"architecture of that name{suggest_names(value)}"
                 ) from error
-            write_model_files(Path(folder), state_dict=None, config=config, hyperparameters=None, tokenizer=None)
+            write_model_config(config, Path(folder, CONFIG))
             changes: Changes = {options.checkpoint_option: folder}
             options = replace(options, **changes)
         yield run_args(options)
