@@ -98,7 +98,7 @@ def read_run_files(folder: Path) -> None:
             read(folder)
         except UserError:
             continue
-    find_model(folder, report=str)
+    find_model(folder)
 
 
 def make_litgpt(folder: Path) -> list[str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,6 @@ from toolkit.checkpoints.litgpt import config_from_litgpt, to_native_layout
 from toolkit.checkpoints.manifest import EDITABLE, TRAINER_STATE, require_intact
 from toolkit.checkpoints.store import WEIGHTS
 from toolkit.checkpoints.weights import Tensors, load_weights, require_compatible, save_weights
-from toolkit.data.base import Report
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError, one_line
 from toolkit.extension import missing_message, registered
@@ -78,38 +75,30 @@ def find_model(
     checkpoint_dir: str | Path,
     base_checkpoint_dir: str | Path | None = None,
     verify: bool = True,
-    report: Report | None = None,
     editable: tuple[str, ...] = EDITABLE,
 ) -> Path:
     """Resolve ``checkpoint_dir`` to a model folder, for :func:`load_model`.
 
-    ``verify`` verifies the checksums. For ``report`` and ``editable``, see :func:`require_intact_model`.
+    ``verify`` verifies the checksums, except of ``editable``; see :func:`toolkit.checkpoints.manifest.require_intact`.
     """
     folder = find_checkpoint_dir(checkpoint_dir)
     require_adapters(folder, base_checkpoint_dir=base_checkpoint_dir)
     if verify:
-        require_intact_model(folder, base_checkpoint_dir, report, editable)
+        require_intact_model(folder, base_checkpoint_dir, editable)
     return folder
 
 
 def require_intact_model(
-    folder: Path,
-    base_checkpoint_dir: str | Path | None = None,
-    report: Report | None = None,
-    editable: tuple[str, ...] = EDITABLE,
+    folder: Path, base_checkpoint_dir: str | Path | None = None, editable: tuple[str, ...] = EDITABLE
 ) -> None:
-    """Verify a model folder against its manifest. For unmerged adapters, also verify the base model.
-
-    See :func:`toolkit.checkpoints.manifest.require_intact`. By default, ``report`` prints to stderr.
-    """
-    report = report or partial(print, file=sys.stderr)
-    require_intact(folder, report, (*editable, TRAINER_STATE))
+    """Verify a model folder against its manifest. For unmerged adapters, also verify the base model."""
+    require_intact(folder, (*editable, TRAINER_STATE))
     if has_adapters_only(folder):
         base = read_adapter_info(folder).base
         if base_checkpoint_dir is not None:
             base = find_checkpoint_dir(base_checkpoint_dir, "--base_checkpoint_dir")
         if base.is_dir():
-            require_intact(base, report, (*EDITABLE, TRAINER_STATE))
+            require_intact(base, (*EDITABLE, TRAINER_STATE))
 
 
 def load_model(

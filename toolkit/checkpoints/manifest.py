@@ -5,6 +5,7 @@ It is written last and also marks the folder as complete. Folders with an empty 
 """
 
 import json
+import sys
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -100,15 +101,15 @@ _FIX = (
 )
 
 
-def require_intact(folder: Path, report: Callable[[str], None], editable: tuple[str, ...] = EDITABLE) -> None:
+def require_intact(folder: Path, editable: tuple[str, ...] = EDITABLE) -> None:
     """Verify a folder's files against its manifest. Raise DamagedCheckpointError if one differs.
 
-    ``report`` receives a note if there is no manifest. Paths that start with one of ``editable`` are not verified.
+    Prints a note if there is no manifest. Paths that start with one of ``editable`` are not verified.
     Files are read in several threads, which also fills the page cache.
     """
     files = read_manifest(folder)
     if files is None:
-        report(missing_manifest_note(folder))
+        print(missing_manifest_note(folder), file=sys.stderr)
     elif damage := find_damage(folder, {name: entry for name, entry in files.items() if not name.startswith(editable)}):
         raise DamagedCheckpointError(describe_damage(folder, damage))
 

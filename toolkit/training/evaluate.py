@@ -74,7 +74,7 @@ def open_checkpoint(options: EvaluateOptions) -> EvaluatedModel:
     else:
         # hyperparameters.yaml must match its checksum, because it names the data
         base_dir, verify = options.base_checkpoint_dir, options.verify_checkpoint
-        folder = find_model(options.checkpoint_dir, base_dir, verify, notice, editable=())
+        folder = find_model(options.checkpoint_dir, base_dir, verify, editable=())
     fabric = single_device_fabric(options.accelerator, options.precision)
     choose_attention_kernels(fixed_shapes=False, has_masks=True)
     tokenizer = None
