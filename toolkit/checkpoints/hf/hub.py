@@ -89,7 +89,7 @@ def download(
     repository = _look_up(repo_id, revision)
     staging = out_dir.parent / f".download-{out_dir.resolve().name}"
     folder = staging / repository.commit
-    convert = convert and not tokenizer_only
+    convert, notes = convert and not tokenizer_only, list[str]()
     with tempfile.TemporaryDirectory() as preview:
         names = _select_tokenizer(repository) if tokenizer_only else _select_files(repository, Path(preview))
         size_ratio = _conversion_size_ratio(Path(preview), dtype) if convert else 0.0
@@ -106,9 +106,11 @@ def download(
                 Tokenizer.load(folder, f"repo_id {repo_id}:")
             if convert:
                 print(f"converting {repo_id} to {out_dir}")
-                notes = import_hf(folder, out_dir, dtype, verify=False)
+                notes += import_hf(folder, out_dir, dtype, verify=False)
             else:
-                notes = _move(folder, out_dir)
+                write_sums(folder)
+                shutil.rmtree(folder / ".cache", ignore_errors=True)  # metadata of huggingface_hub
+                folder.replace(out_dir)
         except UserError as error:
             raise UserError(f"{error}; the downloaded files remain in {staging}") from error
         shutil.rmtree(staging, ignore_errors=True)
@@ -191,13 +193,6 @@ def _require_disk_space(repo: Repository, names: list[str], folder: Path, size_r
             f"--out_dir {out_dir}: downloading{' and converting' if size_ratio else ''} {repo.repo_id} needs "
             f"{needed:,} bytes of disk space, but only {free:,} are free; free some space or give another folder"
         )
-
-
-def _move(folder: Path, out_dir: Path) -> list[str]:
-    write_sums(folder)
-    shutil.rmtree(folder / ".cache", ignore_errors=True)  # metadata of huggingface_hub
-    folder.replace(out_dir)
-    return []
 
 
 @contextmanager
