@@ -94,16 +94,13 @@ def verify_hf(checkpoint_dir: str | Path, out_dir: str | Path, base_checkpoint_d
     native = model_on_meta(config)
     rounded = {name: tensor.to(resolve_weight_dtype(name, exported)).float() for name, tensor in weights.items()}
     native.load_state_dict(rounded, assign=True)
-    hf = _load_with_transformers(Path(out_dir), config)
+    native, hf = native.eval(), _load_with_transformers(Path(out_dir), config).eval()
     tokens = random_tokens(config)
-    expected = native.eval()(tokens)
     if config.head in (None, "token_reward"):
-        return relative_difference(expected, hf.eval()(input_ids=tokens).logits)
-    pad = hf.config.get_text_config().pad_token_id
-    last = [max((i for i, token in enumerate(row) if token != pad), default=0) for row in tokens.tolist()]
-    pooled = torch.stack([scores[i] for scores, i in zip(expected, last, strict=True)])
-    scores = torch.cat([hf.eval()(input_ids=row[None]).logits for row in tokens])
-    return relative_difference(pooled, scores)
+        return relative_difference(native(tokens), hf(input_ids=tokens).logits)
+    tokens[:, -1] = 0 if hf.config.get_text_config().pad_token_id else 1  # it scores the last token that is no padding
+    scores = torch.cat([hf(input_ids=row[None]).logits for row in tokens])
+    return relative_difference(native(tokens)[:, -1], scores)
 
 
 def require_transformers(option: str, config: ModelConfig | None = None) -> None:
@@ -257,12 +254,15 @@ def _token_ids(folder: Path, base: Path | None, config: ModelConfig, tokenizer: 
     if tokenizer is not None:
         pad = tokenizer.added_tokens.get(tokenizer.special_tokens.get("pad_token", ""))
         from_tokenizer = {"bos_token_id": tokenizer.bos_id, "eos_token_id": eos_tokens(tokenizer), "pad_token_id": pad}
-    ids = {name: _first_value(name, from_tokenizer, generation, original) for name in ("bos_token_id", "eos_token_id")}
+    ids: Fields = {}
+    for values in (original, generation, from_tokenizer):  # the last one that has an id
+        ids |= {name: value for name, value in values.items() if value is not None}
     if config.head is not None and tokenizer is not None:  # the score is read before the padding
-        original = {"pad_token_id": tokenizer.pad_id}
-    ids["pad_token_id"] = _first_value("pad_token_id", *([original] if original else [from_tokenizer, generation]))
+        ids["pad_token_id"] = tokenizer.pad_id
+    elif original:
+        ids["pad_token_id"] = original.get("pad_token_id")
     # Written even if None: the default id of some classes is outside a small vocabulary, which they reject.
-    return {name: _embedded_ids(value, config) for name, value in ids.items()}
+    return {name: _embedded_ids(ids.get(name), config) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
 
 
 def _embedded_ids(ids: Any, config: ModelConfig) -> int | list[int] | None:
@@ -278,10 +278,6 @@ def _original_config(folder: Path, base: Path | None) -> Fields:
     values = next(filter(None, (read_json_object(one / CONFIG, optional=True) for one in folders)), {})
     text = values.get("text_config")  # of a multimodal model
     return (text if isinstance(text, dict) else {}) | {k: v for k, v in values.items() if v is not None}
-
-
-def _first_value(name: str, *files: Fields) -> Any:
-    return next((values[name] for values in files if values.get(name) is not None), None)
 
 
 def _write_config_files(folder: Path, config: ModelConfig, ids: Fields, dtype: torch.dtype) -> None:
