@@ -14,9 +14,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -137,32 +138,32 @@ class ShardReader:
     """Reads parts of tensors in this process only. ``tensors`` is {name: (shape, dtype)}."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._metadata = folder, read_metadata(folder)
-        self._stored = stored_tensors(self._metadata)
+        metadata = read_metadata(folder)
+        self._reader, self._stored = _Reader(folder, metadata), stored_tensors(metadata)
+        self._reader.set_up_storage_reader(metadata, is_coordinator=False)
         self.tensors = {name: (tensor.size, tensor.properties.dtype) for name, tensor in self._stored.items()}
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Return elements ``start`` to ``stop`` of a flattened tensor, reading only shards that contain them."""
         shape, dtype = self.tensors[name]
-        size = shape or torch.Size([1])  # a scalar
-        per_row = max(1, size[1:].numel())
+        per_row = max(1, shape[1:].numel())
         first, last = start // per_row, -(-stop // per_row)
-        rows = torch.empty((last - first, *size[1:]), dtype=dtype)
-        for chunk in self._stored[name].chunks:
-            (row, *offsets), (n_rows, *sizes) = chunk.offsets or (0,), chunk.sizes or (1,)
-            begin, end = max(first, row), min(last, row + n_rows)
-            if begin < end:
-                target = rows[begin - first : end - first]
-                for dim, (offset, length) in enumerate(zip(offsets, sizes, strict=True), 1):
-                    target = target.narrow(dim, offset, length)
-                target.copy_(self._load(name, chunk.offsets).view(n_rows, *sizes)[begin - row : end - row])
+        rows = torch.empty((last - first, *shape[1:])[: len(shape)], dtype=dtype)
+        place = ChunkStorageMetadata(torch.Size((first, *[0] * len(shape))[: len(shape)]), rows.shape)
+        items = create_read_items_for_chunk_list(name, self._stored[name], [place])
+        self._reader.read_data(LoadPlan(items), _RowPlanner(rows))
         return rows.flatten()[start - first * per_row : stop - first * per_row]
 
-    def _load(self, name: str, offsets: torch.Size) -> Tensor:
-        place = self._metadata.storage_data[MetadataIndex(name, offsets)]
-        path = self._folder / place.relative_path
-        with _translate_errors(path), open_regular(path) as file:
-            return _Reader(self._folder, self._metadata).load_chunk(file, place, name)
+
+class _RowPlanner(DefaultLoadPlanner):
+    """Reads into ``rows``."""
+
+    def __init__(self, rows: Tensor) -> None:
+        super().__init__()
+        self._rows = rows
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self._rows
 
 
 class _Planner(DefaultSavePlanner):
@@ -204,27 +205,24 @@ class _Reader(dcp.FileSystemReader):
         for name, items in by_file.items():
             with _translate_errors(self._folder / name), open_regular(self._folder / name) as file:
                 for item in items:
-                    self._read_chunk(file, item, planner)
+                    target = planner.resolve_tensor(item).detach()
+                    target.copy_(self._read_chunk(file, item))
+                    planner.commit_tensor(item, target)
                     trim_after(item.lengths.numel())
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _read_chunk(self, file: IO[bytes], item: ReadItem, planner: LoadPlanner) -> None:
-        chunk = self.load_chunk(file, self.storage_data[item.storage_index], item.storage_index)
-        for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-            chunk = chunk.narrow(dim, start, length)
-        target = planner.resolve_tensor(item).detach()
-        target.copy_(chunk)
-        planner.commit_tensor(item, target)
-
-    def load_chunk(self, file: IO[bytes], place: Any, name: object) -> Tensor:
+    def _read_chunk(self, file: IO[bytes], item: ReadItem) -> Tensor:
+        place: Any = self.storage_data[item.storage_index]
         part = FileSlice(file, place.offset, place.length)
         require_uncompressed_zip(part, self._folder / place.relative_path)
         part.seek(0)
         chunk = torch.load(cast(IO[bytes], part), map_location="cpu", weights_only=True)
         if type(chunk) is not Tensor or chunk.layout != torch.strided or chunk.shape != place.shape:
-            raise ValueError(f"{name} does not match the metadata")
+            raise ValueError(f"{item.storage_index} does not match the metadata")
+        for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            chunk = chunk.narrow(dim, start, length)
         return chunk
 
 
