@@ -17,8 +17,6 @@ _REQUIRED_FIELDS = (
     "block_size", "n_layer", "n_head", "n_embd", "rotary_percentage", "parallel_residual", "bias", "norm_class_name",
     "mlp_class_name",
 )  # fmt: skip
-# LitGPT fields without a counterpart in toolkit, with their neutral value; for all others, it is None.
-_NEUTRAL = {"rope_condense_ratio": 1}
 # Unsupported: toolkit stores their weights in another layout. None of LitGPT's named models uses them.
 _UNSUPPORTED = ("latent_attention", "n_expert_groups")
 
@@ -30,8 +28,12 @@ def config_from_litgpt(values: Fields) -> ModelConfig:
     if unsupported := [name for name in _UNSUPPORTED if values.get(name)]:
         hint = "is not supported; run toolkit convert_from_hf on the original Hugging Face model"
         raise UserError(f"{unsupported[0]} {values[unsupported[0]]}: {hint}")
-    values = _with_condensed_positions({name: value for name, value in values.items() if name != "hf_config"})
-    values = {name: value for name, value in values.items() if name not in _NEUTRAL or value != _NEUTRAL[name]}
+    ratio = values.get("rope_condense_ratio", 1)
+    values = {name: value for name, value in values.items() if name not in ("hf_config", "rope_condense_ratio")}
+    if ratio != 1:  # divides positions; linear RoPE scaling divides frequencies
+        if values.get("rope_adjustments") or values.get("rope_local_base_freq"):
+            raise UserError(f"rope_condense_ratio {ratio}: is not supported with rope_adjustments or a local RoPE base")
+        values["rope_adjustments"] = {"factor": float(ratio)}
     config = ModelConfig.from_dict(values | _implicit_fields(values))
     if config.rope_kind == "yarn":
         raise UserError(
@@ -39,14 +41,6 @@ def config_from_litgpt(values: Fields) -> ModelConfig:
             "ones, which is not supported; run toolkit convert_from_hf on the original Hugging Face model"
         )
     return replace(config, family=_family(config))
-
-
-def _with_condensed_positions(values: Fields) -> Fields:
-    """Convert rope_condense_ratio (divides positions) to linear RoPE scaling (divides frequencies)."""
-    ratio = values.get("rope_condense_ratio", 1)
-    if ratio == 1 or values.get("rope_adjustments") or values.get("rope_local_base_freq"):
-        return values
-    return values | {"rope_condense_ratio": 1, "rope_adjustments": {"factor": float(ratio)}}
 
 
 def _implicit_fields(values: Fields) -> Fields:
@@ -90,13 +84,11 @@ def _family(config: ModelConfig) -> str:
 
 
 def to_native_layout(weights: Tensors, config: ModelConfig) -> None:
-    """Convert LitGPT's weights in place to native names and layout; native weights stay unchanged."""
-    _ungroup_attention(weights, config)
-    _stack_experts(weights, config)
+    """Convert LitGPT's weights in place to native names and layout; native weights stay unchanged.
 
-
-def _ungroup_attention(weights: Tensors, config: ModelConfig) -> None:
-    """Convert the older ``attn.attn`` ([q..., k, v] per query group) to ``attn.qkv`` (all q, all k, all v)."""
+    The older ``attn.attn`` ([q..., k, v] per query group) becomes ``attn.qkv`` (all q, all k, all v), and tensors of
+    single experts (``mlp.experts.0.fc_1.weight``) are stacked (``mlp.experts.fc_1.weight``).
+    """
     size, groups = config.head_size, config.n_query_groups
     per_group = config.n_head // groups
     for old in [name for name in weights if ".attn.attn." in name]:
@@ -106,10 +98,6 @@ def _ungroup_attention(weights: Tensors, config: ModelConfig) -> None:
             grouped = tensor.unflatten(0, (groups, rows)).split([per_group * size, size, size], dim=1)
             tensor = torch.cat([part.flatten(0, 1) for part in grouped])
         weights[old.replace(".attn.attn.", ".attn.qkv.")] = tensor
-
-
-def _stack_experts(weights: Tensors, config: ModelConfig) -> None:
-    """Stack per-expert tensors (``mlp.experts.0.fc_1.weight``) into one (``mlp.experts.fc_1.weight``)."""
     for first in [name for name in weights if ".mlp.experts.0." in name]:
         names = [first.replace(".experts.0.", f".experts.{i}.") for i in range(config.n_expert)]
         if all(name in weights and weights[name].shape == weights[first].shape for name in names):
