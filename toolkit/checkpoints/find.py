@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from toolkit.checkpoints.remote.download import local_copy
-from toolkit.checkpoints.store import FINAL, WEIGHTS, newest, step_in_name
+from toolkit.checkpoints.store import FINAL, WEIGHTS, is_checkpoint_name, newest
 from toolkit.errors import UserError
 from toolkit.io.paths import is_url
 
@@ -18,11 +18,7 @@ def find_checkpoint_dir(value: str | Path, option: str = "checkpoint_dir") -> Pa
     if path.is_file():
         raise UserError(f"{option} {value}: is a file; give the folder that holds it")
     if not folder.is_dir():
-        if (
-            step_in_name(path.name) is not None
-            or path.name == FINAL
-            or (path.parent != Path() and path.parent.is_dir())
-        ):
+        if is_checkpoint_name(path.name) or (path.parent != Path() and path.parent.is_dir()):
             raise UserError(
                 f"{option} {value}: no such folder, also not below checkpoints/; {_suggest_folder(path.parent)}"
             )

@@ -108,7 +108,9 @@ def export_peft(
         ):  # transformers' layer has a bias by default, and peft asks for all its tensors
             tensors[f"{PREFIX}score.bias"] = torch.zeros(score.size(0))
         settings |= {"task_type": task_of(config).peft_type, "modules_to_save": ["score"]}
-    if (wrapper_type := _wrapper_type(info.base)) is not None:
+    model_type = read_json_object(info.base / "config.json", optional=True).get("model_type")
+    wrapper_type = model_type if isinstance(model_type, str) and model_type in MULTIMODAL else None
+    if wrapper_type is not None:
         tensors = {name.replace(".layers.", f".{TEXT_MODEL}layers.", 1): tensor for name, tensor in tensors.items()}
         settings["target_modules"] = _text_model_pattern(settings["target_modules"])
 
@@ -227,9 +229,3 @@ def _text_model_pattern(targets: list[str]) -> str:
     inner = "|".join(re.escape(target) for target in targets if target != _HEAD)
     patterns = [rf".*\.{re.escape(TEXT_MODEL)}.*\.({inner})"] if inner else []
     return "|".join(patterns + [_HEAD] * (_HEAD in targets))
-
-
-def _wrapper_type(base: Path) -> str | None:
-    """Return the model type of the base's config.json if it is multimodal."""
-    kind = read_json_object(base / "config.json", optional=True).get("model_type")
-    return kind if isinstance(kind, str) and kind in MULTIMODAL else None

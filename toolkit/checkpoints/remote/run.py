@@ -66,8 +66,9 @@ class RemoteRun:
             self.lease.require_free(report)
             if resume is True or resume == "auto":
                 self._fetch_newest(resume == "auto", verify, report)
-                if keep_best:
-                    self._fetch_best(report)
+                best, local = checkpoints.find(self.storage, BEST) if keep_best else None, self.out_dir / BEST
+                if best is not None and (not is_intact(local) or step_of(local) < best.step):
+                    self._download(best, report)
             else:
                 self._require_unused(resume)
 
@@ -158,11 +159,6 @@ class RemoteRun:
                 raise error
         if not (self.out_dir / METRICS).exists():
             self._download_metrics()
-
-    def _fetch_best(self, report: Report) -> None:
-        checkpoint, local = checkpoints.find(self.storage, BEST), self.out_dir / BEST
-        if checkpoint is not None and (not is_intact(local) or step_of(local) < checkpoint.step):
-            self._download(checkpoint, report)
 
     def _download(self, checkpoint: RemoteCheckpoint, report: Report) -> None:
         self.out_dir.mkdir(parents=True, exist_ok=True)

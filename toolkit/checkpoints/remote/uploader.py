@@ -161,11 +161,6 @@ class Uploader:
             )
 
     def _before_complete(self) -> None:
-        self._upload_logs()
-        assert self.lease is not None
-        self.lease.require_held()  # the upload may have taken long
-
-    def _upload_logs(self) -> None:
         """Upload changed logs, so that metrics.csv has all rows up to the checkpoint being uploaded."""
         for path in self._outputs(self.out_dir / "logs"):
             try:
@@ -173,6 +168,8 @@ class Uploader:
                     self._upload_log(path)
             except OSError:  # a logger may have deleted it
                 continue
+        assert self.lease is not None
+        self.lease.require_held()  # the upload may have taken long
 
     def _upload_log(self, path: Path) -> None:
         name = path.relative_to(self.out_dir).as_posix()
