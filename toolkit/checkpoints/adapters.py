@@ -37,17 +37,17 @@ class AdapterInfo:
     """Quantization of the base model during training, if any. Merging uses the unquantized base model."""
 
 
-def is_adapter_dir(folder: str | Path) -> bool:
+def is_adapter_dir(folder: Path) -> bool:
     """Whether the folder contains adapters, merged or not."""
-    return (Path(folder) / ADAPTERS).is_file()
+    return (folder / ADAPTERS).is_file()
 
 
-def has_adapters_only(folder: str | Path) -> bool:
+def has_adapters_only(folder: Path) -> bool:
     """Whether the folder contains adapters without merged weights, so that loading it requires the base model."""
-    return is_adapter_dir(folder) and not (Path(folder) / WEIGHTS).exists()
+    return is_adapter_dir(folder) and not (folder / WEIGHTS).exists()
 
 
-def require_adapters(folder: str | Path, **flags: Any) -> None:
+def require_adapters(folder: Path, **flags: Any) -> None:
     """Raise UserError if a flag for unmerged adapters is set and the folder holds a complete model."""
     for flag, value in flags.items():
         has_effect = value in (None, False) or has_adapters_only(folder)
@@ -108,9 +108,9 @@ def read_adapter(folder: Path, base_checkpoint_dir: str | Path | None = None) ->
     return replace(info, base=base)
 
 
-def load_adapters(folder: str | Path, model: nn.Module) -> Tensors:
+def load_adapters(folder: Path, model: nn.Module) -> Tensors:
     """Load adapter tensors as fp32 on the CPU. Check names and shapes against ``model`` (on any device)."""
-    path = Path(folder) / ADAPTERS
+    path = folder / ADAPTERS
     adapters = only_tensors(load_state(path), path, "adapters")
     expected = {name: parameter for name, parameter in model.named_parameters() if is_adapter(name)}
     require_compatible(adapters, expected, path, ADAPTER_CONFIG)

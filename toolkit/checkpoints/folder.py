@@ -102,7 +102,7 @@ def require_intact_model(
 
 
 def load_model(
-    folder: str | Path,
+    folder: Path,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     base_checkpoint_dir: str | Path | None = None,
@@ -119,8 +119,7 @@ def load_model(
         base_checkpoint_dir: Base model of the adapters; by default the path recorded in training.
         ignores_merged: Load adapters unmerged also if there are merged weights.
     """
-    folder, lora = Path(folder), None
-    source = folder
+    source, lora = folder, None
     if ignores_merged or has_adapters_only(folder):
         info = read_adapter(folder, base_checkpoint_dir)
         source, lora = info.base, info.lora

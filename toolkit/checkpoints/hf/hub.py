@@ -62,7 +62,7 @@ class Repository(NamedTuple):
 
 def download(
     repo_id: str,
-    out_dir: str | Path,
+    out_dir: Path,
     revision: str = "main",
     dtype: torch.dtype | None = None,
     convert: bool = True,
@@ -84,7 +84,6 @@ def download(
     Returns:
         Conversion notes for the user.
     """
-    out_dir = Path(out_dir)
     require_new_folder(out_dir)
     repository = _look_up(repo_id, revision)
     staging = out_dir.parent / f".download-{out_dir.resolve().name}"

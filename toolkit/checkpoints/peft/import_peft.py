@@ -98,7 +98,7 @@ class _Fused(NamedTuple):
         return slice(first, first + width)
 
 
-def import_peft(folder: str | Path, config: ModelConfig) -> tuple[LoRAConfig, Tensors, str | None]:
+def import_peft(folder: Path, config: ModelConfig) -> tuple[LoRAConfig, Tensors, str | None]:
     """Read peft adapters for a base model of this architecture.
 
     The adapter of a fused Hugging Face layer is split into the parts that :func:`~.export_peft.export_peft`
@@ -108,7 +108,6 @@ def import_peft(folder: str | Path, config: ModelConfig) -> tuple[LoRAConfig, Te
     Returns:
         The LoRA configuration, fp32 adapters by native name, and a note if an adapter was copied to several parts.
     """
-    folder = Path(folder)
     settings, tensors = _read_settings(folder), _read_tensors(folder, config)
     layers = linear_layers(config)
     for old, new in RENAMED.items():
