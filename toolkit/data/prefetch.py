@@ -32,18 +32,17 @@ class Prefetcher:
         return self
 
     def __next__(self) -> list[Batch]:
-        self.start_read()
-        assert self._next is not None
-        step, self._next = self._next.result(), None
+        step, self._next = self.start_read().result(), None
         if self._device.type != "cuda":
             self.start_read()
         return step
 
-    def start_read(self) -> None:
-        """Let a thread prefetch a step, if there is none yet."""
+    def start_read(self) -> Future[list[Batch]]:
+        """Let a thread prefetch a step, if there is none yet. Return the step."""
         if self._next is None:
             # A daemon thread: at exit, the interpreter would wait for a non-daemon thread that hangs in a read.
             self._next = run_in_thread(self._read, name="read-ahead", daemon=True)
+        return self._next
 
     def pause(self, seconds: float | None = None) -> None:
         """Wait for the pending prefetch. No thread reads then, until the caller takes that step."""

@@ -17,6 +17,11 @@ _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "function_call": "assist
 # The loss weight, and other tools' names for it.
 WEIGHTS = {"weight", "train", "training", "trainable", "loss_mask", "masked"}
 
+_TYPES = {
+    type(None): "null", list: "a list", dict: "an object", str: "a string", bool: "true or false", int: "a number",
+    float: "a number",
+}  # fmt: skip
+
 
 class EmptyAnswerError(UserError):
     """Raised when a row has an empty answer."""
@@ -133,12 +138,7 @@ def describe_columns(row: Values) -> str:
 
 
 def describe_type(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, list | dict) and not value:
-        return "an empty list" if isinstance(value, list) else "an empty object"
-    names = {list: "a list", dict: "an object", str: "a string", bool: "true or false"}
-    return (names | dict.fromkeys((int, float), "a number")).get(type(value), f"a {type(value).__name__}")
+    return "an empty list" if value == [] else _TYPES.get(type(value), f"a {type(value).__name__}")
 
 
 def parse_functions(value: Any, where: str, what: str = "tool") -> list[Values]:
