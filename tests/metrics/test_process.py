@@ -42,7 +42,7 @@ MODULE = textwrap.dedent("""
             print("x" * 10_000)
 
     def large(*_):
-        return {"m": "x" * 2**30}
+        return {"m": "x" * 2**26}
 
     def nan(*_):
         return {"m": float("nan")}
