@@ -22,27 +22,30 @@ class Prefetcher:
     Args:
         steps: Yields the micro-batches of each step. Iterated in a thread for each step; the first starts the workers.
         device: Device of the model.
+        reads_ahead: False reads each step in the caller's thread when it is taken, for data that is not thread-safe.
     """
 
-    def __init__(self, steps: Iterator[list[Batch]], device: torch.device) -> None:
-        self._steps, self._device = steps, device
+    def __init__(self, steps: Iterator[list[Batch]], device: torch.device, reads_ahead: bool = True) -> None:
+        self._steps, self._device, self._reads_ahead = steps, device, reads_ahead
         self._next: Future[list[Batch]] | None = None
 
     def __iter__(self) -> Iterator[list[Batch]]:
         return self
 
     def __next__(self) -> list[Batch]:
-        step, self._next = self.start_read().result(), None
+        self.start_read()
+        if self._next is None:
+            return next(self._steps)
+        step, self._next = self._next.result(), None
         if self._device.type != "cuda":
             self.start_read()
         return step
 
-    def start_read(self) -> Future[list[Batch]]:
-        """Let a thread prefetch a step, if there is none yet. Return the step."""
-        if self._next is None:
+    def start_read(self) -> None:
+        """Let a thread prefetch a step, if there is none yet."""
+        if self._reads_ahead and self._next is None:
             # A daemon thread: at exit, the interpreter would wait for a non-daemon thread that hangs in a read.
             self._next = run_in_thread(self._read, name="read-ahead", daemon=True)
-        return self._next
 
     def pause(self, seconds: float | None = None) -> None:
         """Wait for the pending prefetch. No thread reads then, until the caller takes that step."""

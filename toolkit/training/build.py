@@ -29,7 +29,7 @@ from toolkit.training.verify import require_intact_on_all_ranks
 def build_reader(launch: Launch, stack: ExitStack) -> DataReader:
     """Start to read the training data from the run's progress on."""
     reader = DataReader(launch)
-    stack.callback(reader.close)
+    stack.callback(reader.prefetcher.close)
     return reader
 
 

@@ -43,8 +43,7 @@ class DataReader:
             steps = _checked(steps, state.model.config.padded_vocab_size)
         if state.limits.last_step is not None:  # read nothing after it
             steps = islice(steps, max(0, state.limits.last_step - progress.step))
-        self._prefetcher = Prefetcher(steps, device) if config.args.data.reads_ahead else None
-        self._steps = self._prefetcher or steps
+        self.prefetcher = Prefetcher(steps, device, config.args.data.reads_ahead)
 
     def describe(self) -> list[str]:
         """Return log lines that describe the sample order; empty if it has none."""
@@ -54,25 +53,10 @@ class DataReader:
     def read(self) -> list[Batch]:
         """Return the micro-batches of the next step. On a read error, set ``error`` and return an empty list."""
         try:
-            return next(self._steps)
+            return next(self.prefetcher)
         except DataError as error:
             self.error = error
             return []
-
-    def start_read(self) -> None:
-        """Start to prefetch the next step, if that has not begun."""
-        if self._prefetcher is not None:
-            self._prefetcher.start_read()
-
-    def pause(self) -> None:
-        """Pause prefetching until the next :meth:`read`, because the data may not be thread-safe."""
-        if self._prefetcher is not None:
-            self._prefetcher.pause()
-
-    def close(self) -> None:
-        """Stop prefetching."""
-        if self._prefetcher is not None:
-            self._prefetcher.close()
 
     def state(self, position: int) -> dict[str, Any]:
         """Return the state of the sample order, see :meth:`toolkit.data.order.SampleOrder.state`.

@@ -277,7 +277,7 @@ class Engine:
         run = self.run
         set_learning_rate(run.optimizer, learning_rate)
         try:
-            hooks = partial(run.garbage.collect, is_full=False), run.reader.start_read
+            hooks = partial(run.garbage.collect, is_full=False), run.reader.prefetcher.start_read
             return train_step(run.objective, self.update, micro_batches, counts, *hooks)
         except GuardError as error:
             self._finish_save(is_on_all_ranks=True)

@@ -176,7 +176,7 @@ class Run(Launch):
         data, batch, max_iters = self.data, self.config.batch, self.args.eval.max_iters
         if data.val is None or not row_count(data.val):
             return {}
-        self.reader.pause()  # validation and training rows may share a store
+        self.reader.prefetcher.pause()  # validation and training rows may share a store
         read = partial(
             batches_by_source,
             data.val_sources or {"": data.val},
