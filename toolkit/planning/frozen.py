@@ -35,10 +35,10 @@ def find_model(objective: Objective) -> Path | None:
     return folder
 
 
-def require_same_vocabulary(objective: Objective, other: ModelConfig, trained: ModelConfig | None) -> None:
+def require_same_vocabulary(flag: str, other: ModelConfig, trained: ModelConfig | None) -> None:
     """Compare the numbers of tokens of another model and the trained one, None for a user-provided module."""
     if trained is not None and other.vocab_size != trained.vocab_size:
         raise UserError(
-            f"{frozen_flag(objective)}: has {other.vocab_size} tokens, but the trained model has {trained.vocab_size}; "
+            f"{flag}: has {other.vocab_size} tokens, but the trained model has {trained.vocab_size}; "
             "use a model with the same vocabulary"
         )

@@ -23,7 +23,7 @@ from toolkit.distributed import ranks
 from toolkit.distributed.memory import malloc_trim
 from toolkit.distributed.private_lightning import FabricModule
 from toolkit.objectives.preference import REFERENCE, label_log_probs
-from toolkit.planning.frozen import frozen_flag, require_same_vocabulary
+from toolkit.planning.frozen import require_same_vocabulary
 from toolkit.training.build import build_frozen
 from toolkit.training.checkpoint_meta import model_fingerprint
 from toolkit.training.launch import Launch
@@ -73,9 +73,9 @@ def with_reference(launch: Launch) -> PreparedData:
     if not ranks.broadcast_from_rank0(values is not None):
         launch.display.phase("computing reference log-probabilities")
         report(f"Reference: computing the log-probabilities of {folder} once")
-        config = read_model_config(folder)
-        require_language_model(config, frozen_flag(args.objective))
-        require_same_vocabulary(args.objective, config, launch.state.model.config)
+        config, flag = read_model_config(folder), f"--objective.reference_dir {folder}"
+        require_language_model(config, flag)
+        require_same_vocabulary(flag, config, launch.state.model.config)
         model = build_frozen(launch, specify_frozen(config), folder, is_exact=True)
         computed = {name: _compute(launch, model, rows, report) for name, rows in parts.items()}
         del model

@@ -12,7 +12,7 @@ from toolkit.data.base import PreparedData, epoch_rows, is_ragged, mean_length, 
 from toolkit.errors import UserError, require_option
 from toolkit.measure.flops import flops_per_token
 from toolkit.optim.schedule import Schedule, build_schedule
-from toolkit.planning.frozen import require_same_vocabulary
+from toolkit.planning.frozen import frozen_flag, require_same_vocabulary
 from toolkit.planning.options import require_profiled_steps
 from toolkit.planning.resolve import ResolvedConfig
 from toolkit.training.checkpoint_meta import RunFingerprint, objective_fingerprint, read_callback_states, read_meta
@@ -63,7 +63,7 @@ def prepare_start_state(
     require_disjoint_samples(data.train)
     config = with_vocabulary(resolved.model, data)
     if resolved.frozen is not None and data.tokenizer is None:  # otherwise the tokenizers have been compared
-        require_same_vocabulary(args.objective, resolved.frozen, config)
+        require_same_vocabulary(frozen_flag(args.objective), resolved.frozen, config)
     model = ModelSpec(config, args.module, args.block_classes, args.lora, args.quantize)
     length, longest = mean_length(data.train), longest_ragged(data, resolved.max_seq_length)
     base, adapters = None, {}
