@@ -24,7 +24,7 @@ BUDGET = {
     "metrics": 3_000,
     "planning": 16_800,
     "measure": 15_800,
-    "training": 43_400,
+    "training": 43_300,
     "distributed": 27_000,
     "diagnostics": 14_200,
     "config": 12_000,
