@@ -94,7 +94,8 @@ def validate(config: ModelConfig) -> None:
         )
     if config.rope_kind == "longrope":
         raise UserError("--model_config.rope_adjustments: longrope is not supported by free_transformer; remove it")
-    hf_config.require_llama(config, free=("bias", "family_options"))
+    decoder = replace(config, family_options=None)
+    hf_config.require_same(decoder, llama.from_hf_config(llama.to_hf_config(decoder)))
 
 
 check = validate

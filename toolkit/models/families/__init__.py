@@ -1,12 +1,16 @@
 """Registry of model families: named configurations, and import from and export to Hugging Face.
 
-A family is a module with ``CONFIGS``, ``ALIASES``, ``from_hf_config(config_json)``, ``to_hf_config(config)``,
-``weight_map(config)`` and ``check(config)``, which raises UserError if the family's Hugging Face class does not support
-the config. It also defines ``is_unused(name, config)`` if checkpoints contain extra weights. To add a family, add a
-file here and an entry in :data:`FAMILIES`.
+A family is a module with ``CONFIGS``, ``ALIASES``, ``from_hf_config(config_json)``, ``to_hf_config(config)`` and
+``weight_map(config)``. It also defines ``is_unused(name, config)`` if checkpoints contain extra weights. To add a
+family, add a file here and an entry in :data:`FAMILIES`.
+
+A config can be exported if ``from_hf_config`` reads the same model from ``to_hf_config``'s values: what the family's
+Hugging Face class does not support, ``from_hf_config`` must not read.
 
 Extensions can add families (:mod:`toolkit.extension`), which may also define ``MODEL``, the import path of a GPT
-subclass, and ``validate(config)``, which raises UserError for invalid ``ModelConfig.family_options``.
+subclass, ``validate(config)``, which raises UserError for invalid ``ModelConfig.family_options``, and
+``check(config)``, which replaces the comparison of the exported model: it raises UserError for a config that cannot be
+exported.
 """
 
 from dataclasses import dataclass
@@ -22,7 +26,7 @@ from toolkit.models.families.hf_heads import is_scored, read_head, write_head
 from toolkit.models.families.tables import WeightMapping, one_to_one
 
 DEFAULT_MODEL = "mini-llama"
-FUNCTIONS = ("check", "from_hf_config", "to_hf_config", "weight_map")
+FUNCTIONS = ("from_hf_config", "to_hf_config", "weight_map")
 """Functions that each family module defines."""
 
 # Modules of this package by Hugging Face's model_type
@@ -159,15 +163,34 @@ class Family:
 
     def to_hf_config(self, config: ModelConfig) -> Fields:
         """Return the content of ``config.json`` without special token ids."""
-        language_model = config.without_head()
-        self.module.check(language_model)
-        values = self.module.to_hf_config(language_model)
+        values = self._write_config(config.without_head())
         return values if config.head is None else write_head(config, values)
+
+    def _write_config(self, config: ModelConfig) -> Fields:
+        """Return ``config.json``. Raise UserError if the model that it describes is another one."""
+        if hasattr(self.module, "check"):
+            self.module.check(config)
+            return self.module.to_hf_config(config)
+        values = self.module.to_hf_config(config)
+        try:
+            exported = self.from_hf_config(values)
+        except UserError as error:
+            raise UserError(
+                f"--model_config.family {config.family}: such a model cannot be exported: {error}"
+            ) from error
+        hf_config.require_same(config, exported)
+        return values
+
+    def from_hf_config(self, config_json: Fields) -> ModelConfig:
+        """Return the configuration of a language model in ``config.json``."""
+        hf_keys.require_types(config_json)
+        hf_config.require_hf(config_json, is_causal=(True,), per_layer_config=(None,))
+        return self.module.from_hf_config(config_json)
 
     def weight_map(self, config: ModelConfig) -> list[WeightMapping]:
         """Return the mapping between native and Hugging Face tensors."""
         language_model = config.without_head()
-        self.module.check(language_model)
+        self._write_config(language_model)
         maps = self.module.weight_map(language_model)
         if config.head is None:
             return maps
@@ -212,9 +235,7 @@ def config_from_hf(config_json: Fields) -> ModelConfig:
         raise UserError(_unsupported_message(config_json))
     family = Family(families()[model_type])
     try:
-        hf_keys.require_types(config_json)
-        hf_config.require_hf(config_json, is_causal=(True,), per_layer_config=(None,))
-        config = family.module.from_hf_config(config_json)
+        config = family.from_hf_config(config_json)
         config = read_head(config, config_json) if is_scored(config_json) else config
         family.to_hf_config(config)  # fail early if the config is not supported
     except UserError as error:

@@ -6,7 +6,6 @@ from toolkit.models.config import Fields, ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
 from toolkit.models.families.hf_keys import require_key
 
-_FIXED: Fields = {"norm_qk": True, "mlp_class_name": "XieluMLP"}
 # Default of transformers' class.
 _ROPE: Fields = {
     "rope_type": "llama3", "rope_theta": 12000000.0, "factor": 8.0, "original_max_position_embeddings": 8192,
@@ -27,7 +26,8 @@ def from_hf_config(config_json: Fields) -> ModelConfig:
         **hf_config.read_decoder({"rms_norm_eps": 1e-5} | config_json, vocab_size=131072, block_size=65536),
         **hf_rope.read_rope(config_json, default_theta=_ROPE["rope_theta"]),
         **hf_config.read_biases({**config_json, "mlp_bias": False}),
-        **_FIXED,
+        norm_qk=True,
+        mlp_class_name="XieluMLP",
     )
 
 
@@ -45,7 +45,3 @@ def _mlp(config: ModelConfig, native: str, hf: str) -> tables.WeightMap:
 
 _NORMS = {"norm_1": "attention_layernorm", "norm_2": "feedforward_layernorm"}
 weight_map = partial(tables.decoder_weights, norms=_NORMS, mlp=_mlp)
-
-
-def check(config: ModelConfig) -> None:
-    hf_config.require_llama(config, free=("attn_bias",), attn_proj_bias=config.attn_bias, **_FIXED)

@@ -9,10 +9,6 @@ from functools import partial
 from toolkit.models.config import Fields, ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
 
-_FIXED: Fields = {
-    "norm_class_name": "LayerNorm", "norm_bias": False, "parallel_residual": True, "shared_attention_norm": True,
-}  # fmt: skip
-
 CONFIGS: list[ModelConfig] = []
 
 
@@ -31,7 +27,10 @@ def from_hf_config(config_json: Fields) -> ModelConfig:
         **hf_config.read_biases({**config_json, "mlp_bias": False}),
         rope_indices=hf_config.rope_in_windows(types),
         logits_scaling=1 / config_json.get("logit_scale", 0.0625),
-        **_FIXED,
+        norm_class_name="LayerNorm",
+        norm_bias=False,
+        parallel_residual=True,
+        shared_attention_norm=True,
     )
 
 
@@ -43,9 +42,3 @@ def to_hf_config(config: ModelConfig) -> Fields:
 
 
 weight_map = partial(tables.decoder_weights, rope_pairs=True)
-
-
-def check(config: ModelConfig) -> None:
-    free = ("attn_bias", "logits_scaling", "rope_indices", *hf_config.LAYERED_WINDOWS)
-    hf_config.require_llama(config, free=free, has_head_dim=False, attn_proj_bias=config.attn_bias, **_FIXED)
-    hf_config.require_rope_only_in_windows(config)

@@ -165,23 +165,3 @@ def _dense_layers(config: ModelConfig) -> int:
 
 
 weight_map = partial(tables.decoder_weights, moe=_experts, attention=_attention)
-
-
-def check(config: ModelConfig) -> None:
-    is_v3 = config.family == "deepseek_v3"
-    free = (
-        "latent_attention", "routed_scaling_factor", "n_expert_groups", "n_topk_groups", "moe_indices",
-        "shared_expert_intermediate_size", *(("norm_topk_prob",) if is_v3 else ()),
-    )  # fmt: skip
-    fixed: Fields = {"mlp_class_name": "LLaMAMoE", "shared_expert_gate": False}
-    hf_config.require_llama(config, free=free, router_scores="sigmoid" if is_v3 else "softmax", **fixed)
-    if not is_v3:
-        hf_config.require_divisible_heads(config)
-    if config.latent_attention is None:
-        hf_config.require(config, latent_attention="the sizes of latent attention")
-    shared, width = config.shared_expert_intermediate_size, config.expert_size
-    if not shared or shared % width:
-        hf_config.require(config, shared_expert_intermediate_size=f"a multiple of the experts' width {width}")
-    first = _dense_layers(config)
-    if config.moe_indices not in (None, (wanted := [0] * first + [1] * (config.n_layer - first))):
-        hf_config.require(config, moe_indices=wanted)

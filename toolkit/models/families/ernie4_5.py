@@ -11,10 +11,6 @@ from toolkit.models.families.hf_keys import require_key
 
 CONFIGS: list[ModelConfig] = []
 
-_MOE: Fields = {
-    "mlp_class_name": "LLaMAMoE", "router_scores": "biased_softmax", "norm_topk_prob": True,
-    "shared_expert_gate": False, "bias": False,
-}  # fmt: skip
 # Defaults of transformers' classes, and aliases that they write.
 _DEFAULTS: Fields = {
     "ernie4_5": {"head_dim": 128, "num_key_value_heads": 2},
@@ -49,7 +45,11 @@ def _read_experts(config_json: Fields) -> Fields:
     last = n_layer - 1 if last == -1 else last
     indices = [int((i + 1) % every == 0 and first <= i <= last) for i in range(n_layer)]
     require_key(any(indices), "moe_layer_start_index", first, "no layer has experts; use model_type 'ernie4_5'")
-    return _MOE | {
+    return {
+        "mlp_class_name": "LLaMAMoE",
+        "router_scores": "biased_softmax",
+        "norm_topk_prob": True,
+        "shared_expert_gate": False,
         "n_expert": config_json["moe_num_experts"],
         "n_expert_per_token": config_json["moe_k"],
         "moe_intermediate_size": config_json["moe_intermediate_size"],
@@ -80,8 +80,8 @@ def to_hf_config(config: ModelConfig) -> Fields:
 
 
 def _layers(config: ModelConfig) -> list[int]:
-    """Return the layers with experts."""
-    return [i for i in range(config.n_layer) if config.has_experts(i)]
+    """Return the layers with experts; the first if there are none."""
+    return [i for i in range(config.n_layer) if config.has_experts(i)] or [0]
 
 
 def _experts(config: ModelConfig, native: str, hf: str) -> tables.WeightMap:
@@ -97,16 +97,3 @@ def _experts(config: ModelConfig, native: str, hf: str) -> tables.WeightMap:
 
 
 weight_map = partial(tables.decoder_weights, rope_pairs=True, moe=_experts)
-
-
-def check(config: ModelConfig) -> None:
-    if config.family == "ernie4_5":
-        hf_config.require_llama(config, free=("bias",))
-        return
-    hf_config.require_llama(config, free=("moe_indices", "shared_expert_intermediate_size"), **_MOE)
-    layers, width = _layers(config), config.expert_size
-    wanted = [int(bool(layers) and layers[0] <= i <= layers[-1]) for i in range(config.n_layer)]
-    if not layers or config.moe_indices not in (None, wanted):
-        hf_config.require(config, moe_indices=wanted if layers else "layers with experts")
-    if (config.shared_expert_intermediate_size or 0) % width:
-        hf_config.require(config, shared_expert_intermediate_size=f"multiples of the experts' width {width}")

@@ -50,10 +50,3 @@ def to_hf_config(config: ModelConfig) -> Fields:
 
 
 weight_map = tables.decoder_weights
-
-
-def check(config: ModelConfig) -> None:
-    hf_config.require_llama(config, free=("rope_indices", *hf_config.LAYERED_WINDOWS), **_FIXED)
-    has_windows = any(config.window(layer) is not None for layer in range(config.n_layer))
-    if has_windows or any(config.rope_index(layer) for layer in range(config.n_layer)):
-        hf_config.require_rope_only_in_windows(config)

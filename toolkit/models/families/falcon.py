@@ -89,7 +89,3 @@ def weight_map(config: ModelConfig) -> tables.WeightMap:
         maps += tables.linear(f"{both}.mlp.fc", f"{both}.mlp.dense_h_to_4h", False)
         maps += tables.linear(f"{both}.mlp.proj", f"{both}.mlp.dense_4h_to_h", False)
     return maps + tables.linear("transformer.ln_f", "transformer.ln_f", True)
-
-
-def check(config: ModelConfig) -> None:
-    hf_config.require_llama(config, free=("shared_attention_norm",), has_head_dim=False, **_FIXED)

@@ -133,18 +133,3 @@ def to_hf_config(config: ModelConfig) -> Fields:
 
 
 weight_map = tables.decoder_weights
-
-
-def check(config: ModelConfig) -> None:
-    later, is_v3 = config.family != "gemma", config.family == "gemma3_text"
-    free = (*hf_config.LAYERED_WINDOWS, "final_logit_softcapping", "attention_scores_scalar") if later else ()
-    # transformers' Gemma 3 reads the soft cap of scores but does not apply it
-    other = ("rope_indices", "rope_local_base_freq") if is_v3 else ("attention_logit_softcapping",) if later else ()
-    fixed = _FIXED | dict.fromkeys(_POST_NORMS, later)
-    hf_config.require_llama(config, free=(*free, *other), norm_qk=is_v3, **fixed)
-    if (scalar := config.attention_scores_scalar) is not None and scalar != int(scalar):
-        hf_config.require(config, attention_scores_scalar=int(scalar))
-    if later:
-        hf_config.require_divisible_heads(config)
-    if is_v3:
-        hf_config.require_rope_by_window(config)

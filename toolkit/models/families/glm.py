@@ -38,8 +38,3 @@ weight_map = partial(
         "post_mlp_norm": "post_mlp_layernorm",
     },
 )
-
-
-def check(config: ModelConfig) -> None:
-    post_norms = dict.fromkeys(_POST_NORMS, config.family == "glm4")
-    hf_config.require_llama(config, free=("rotary_percentage", "attn_bias"), **post_norms)

@@ -100,8 +100,3 @@ def weight_map(config: ModelConfig) -> tables.WeightMap:
         maps += tables.linear(f"{block}.mlp.fc", f"{block}.mlp.c_fc", True, transposed)
         maps += tables.linear(f"{block}.mlp.proj", f"{block}.mlp.c_proj", True, transposed)
     return maps + tables.linear("transformer.ln_f", "transformer.ln_f", True)
-
-
-def check(config: ModelConfig) -> None:
-    free = ("gelu_approximate",)
-    hf_config.require_llama(config, free=free, has_head_dim=False, n_query_groups=config.n_head, **_FIXED)

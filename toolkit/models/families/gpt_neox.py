@@ -108,8 +108,3 @@ def weight_map(config: ModelConfig) -> tables.WeightMap:
         maps += tables.linear(f"{native}.mlp.fc", f"{hf}.mlp.dense_h_to_4h", True)
         maps += tables.linear(f"{native}.mlp.proj", f"{hf}.mlp.dense_4h_to_h", True)
     return maps + tables.linear("transformer.ln_f", "gpt_neox.final_layer_norm", True)
-
-
-def check(config: ModelConfig) -> None:
-    free = ("parallel_residual", "rotary_percentage", "gelu_approximate")
-    hf_config.require_llama(config, free=free, has_head_dim=False, n_query_groups=config.n_head, **_FIXED)

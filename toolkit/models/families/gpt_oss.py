@@ -20,10 +20,7 @@ _ROPE: Fields = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,
 }  # fmt: skip
-_FIXED: Fields = {
-    "bias": True, "attention_sinks": True, "shared_expert_intermediate_size": None, "moe_indices": None,
-    **hf_config.MIXTRAL,
-}  # fmt: skip
+_FIXED: Fields = {"bias": True, "attention_sinks": True, **hf_config.MIXTRAL}
 # The value in the published files: a default of transformers 4.55, used only with output_router_logits. An auxiliary
 # loss of at least 0.9 x 4 would dominate the training loss.
 _UNUSED_COEF = 0.9
@@ -96,9 +93,3 @@ def _experts(config: ModelConfig, native: str, hf: str) -> tables.WeightMap:
         maps.append(tables.WeightMapping(names, (f"{hf_part}.gate_up_proj{suffix}",), joined))
         maps.append(tables.one_to_one(f"{native_part}.proj.{kind}", f"{hf_part}.down_proj{suffix}", *transforms))
     return maps
-
-
-def check(config: ModelConfig) -> None:
-    hf_config.require_llama(config, free=(*hf_config.LAYERED_WINDOWS, "swiglu_limit"), **_FIXED)
-    if config.swiglu_limit is None:
-        hf_config.require(config, swiglu_limit="a number")

@@ -58,9 +58,3 @@ def _experts(config: ModelConfig, native: str, hf: str) -> tables.WeightMap:
 
 
 weight_map = partial(tables.decoder_weights, moe=_experts)
-
-
-def check(config: ModelConfig) -> None:
-    free = (*_MULTIPLIERS, "attn_bias", "attention_scores_scalar")
-    other = {"bias": config.bias} if config.family == "granite" else hf_config.MIXTRAL
-    hf_config.require_llama(config, free=free, has_head_dim=False, attn_proj_bias=config.attn_bias, **other)

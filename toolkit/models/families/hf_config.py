@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -37,61 +38,53 @@ def model_name(config_json: Fields) -> str:
     return str(config_json.get("_name_or_path") or "").rstrip("/").rpartition("/")[2]
 
 
-# Fields that every family supports with any value, or that do not affect the computation.
+# Fields whose values fit any Hugging Face class, or that do not affect the computation.
 _SIZES = (
     "name", "family", "block_size", "vocab_size", "padded_vocab_size", "padding_multiple", "n_layer", "n_head",
-    "n_query_groups", "n_embd", "head_size", "intermediate_size", "norm_eps", "rope_base", "rope_adjustments",
-    "tie_embeddings", "n_expert", "n_expert_per_token", "moe_intermediate_size", "router_aux_loss_coef",
+    "n_embd", "intermediate_size", "rope_base", "rope_adjustments", "tie_embeddings", "n_expert", "n_expert_per_token",
+    "moe_intermediate_size", "router_aux_loss_coef",
 )  # fmt: skip
 
-# All other fields, including future ones, must have the default, which is Llama's value.
-_LLAMA_DEFAULTS = {f.name: f.default for f in dataclasses.fields(ModelConfig) if f.name not in _SIZES}
-
-# Conditions under which a field has no effect and any value can be exported.
-_NO_EFFECT: dict[str, Callable[[ModelConfig], bool]] = {
-    "attention_scores_scalar": lambda c: c.attention_scores_scalar is None or c.attention_multiplier is not None,
-    "attn_bias": lambda c: c.bias,
-    "attn_proj_bias": lambda c: c.bias,
-    "gelu_approximate": lambda c: c.mlp_class_name not in ("GemmaMLP", "GptNeoxMLP"),
-    "moe_indices": lambda c: all(c.has_experts(i) for i in range(c.n_layer)),
-    "norm_bias": lambda c: c.norm_class_name != "LayerNorm" or not c.norm_affine,
-    "norm_qk_after_rope": lambda c: not c.norm_qk,
-    "norm_qk_type": lambda c: not c.norm_qk,
-    "rope_indices": lambda c: not any(c.rope_index(i) for i in range(c.n_layer)),
-    "rope_local_base_freq": lambda c: not any(c.rope_index(i) == 1 for i in range(c.n_layer)),
-    "shared_expert_gate": lambda c: c.shared_expert_intermediate_size is None,
-    "sliding_window_indices": lambda c: c.sliding_window_size is None or all(c.sliding_window_indices or ()),
+# What a field does, where different values can do the same.
+_EFFECTS: dict[str, Callable[[ModelConfig], Any]] = {
+    "attention_scores_scalar": lambda c: c.attention_scale,
+    "attention_multiplier": lambda c: c.attention_scale,
+    "attn_bias": lambda c: c.bias or c.attn_bias,
+    "attn_proj_bias": lambda c: c.bias or c.attn_proj_bias,
+    "gelu_approximate": lambda c: c.mlp_class_name in ("GemmaMLP", "GptNeoxMLP") and c.gelu_approximate,
+    "logits_scaling": lambda c: round(c.logits_scaling, 9),  # Cohere's files have the inverse
+    "moe_indices": lambda c: [c.has_experts(i) for i in range(c.n_layer)],
+    "norm_bias": lambda c: c.norm_class_name == "LayerNorm" and c.norm_affine and c.norm_bias,
+    "norm_qk_after_rope": lambda c: c.norm_qk and c.norm_qk_after_rope,
+    "norm_qk_type": lambda c: c.norm_qk and c.norm_qk_type,
+    "rope_indices": lambda c: [c.rope_index(i) for i in range(c.n_layer)],
+    "rope_local_base_freq": lambda c: 1 in (c.rope_indices or ()) and c.rope_local_base_freq,
+    "shared_expert_gate": lambda c: c.shared_expert_intermediate_size is not None and c.shared_expert_gate,
+    "sliding_window_size": lambda c: [c.window(i) for i in range(c.n_layer)],
+    "sliding_window_indices": lambda c: [c.window(i) for i in range(c.n_layer)],
 }
 
+# Model types whose classes derive head_dim from n_embd and n_head, and those that need a multiple for any head_dim.
+_WITHOUT_HEAD_DIM = (
+    "cohere2", "falcon", "gpt2", "gpt_neox", "granite", "granitemoe", "olmo", "olmo2", "olmo3", "olmoe", "phi", "phi3",
+    "stablelm", "starcoder2",
+)  # fmt: skip
+_DIVISIBLE_HEADS = ("deepseek_v2", "gemma2", "gemma3_text", "llama")
 
-def _has_no_effect(config: ModelConfig, name: str) -> bool:
-    return name in _NO_EFFECT and _NO_EFFECT[name](config)
 
+def require_same(config: ModelConfig, exported: ModelConfig) -> None:
+    """Raise UserError if ``exported``, read from the ``config.json`` of ``config``, is another model.
 
-def require_llama(config: ModelConfig, *, free: tuple[str, ...] = (), has_head_dim: bool = True, **other: Any) -> None:
-    """Check that a config equals Llama's except in fields that the Hugging Face class supports.
-
-    Args:
-        config: The architecture.
-        free: Fields that can have any value.
-        has_head_dim: Whether the Hugging Face class supports a head_dim other than n_embd / n_head.
-        **other: Required field values that differ from Llama's.
+    All fields are compared, including future ones.
     """
-    expected = _LLAMA_DEFAULTS | {"attention_scores_scalar": config.head_size} | other
-    if not has_head_dim:
-        expected["head_size"] = config.n_embd // config.n_head
-    require(config, **{n: v for n, v in expected.items() if n not in free and not _has_no_effect(config, n)})
-
-
-def require_divisible_heads(config: ModelConfig) -> None:
-    """Check that n_embd is a multiple of n_head, which some Hugging Face classes require for any head_dim."""
-    if config.n_embd % config.n_head:
+    if config.family in _DIVISIBLE_HEADS and config.n_embd % config.n_head:
         require(config, n_embd=f"multiples of n_head {config.n_head}")
-
-
-# Fields of families with sliding windows in all layers (WINDOWS) or in some (LAYERED_WINDOWS).
-WINDOWS = ("sliding_window_size",)
-LAYERED_WINDOWS = (*WINDOWS, "sliding_window_indices")
+    if config.family in _WITHOUT_HEAD_DIM:
+        require(config, head_size=config.n_embd // config.n_head)
+    for field in dataclasses.fields(config):
+        effect = _EFFECTS.get(field.name, operator.attrgetter(field.name))
+        if field.name not in _SIZES and effect(config) != effect(exported):
+            require(config, **{field.name: getattr(exported, field.name)})
 
 
 def read_biases(config_json: Fields, attention: bool = False, output: bool | None = None) -> Fields:
@@ -261,28 +254,9 @@ def write_rope_by_layer(config: ModelConfig) -> Fields:
     }
 
 
-def require_rope_by_window(config: ModelConfig) -> None:
-    """Check that the sliding-window layers have rope index 1, and that transformers supports the RoPE scaling."""
-    for layer in range(config.n_layer):
-        is_consistent = (config.window(layer) is not None) == (config.rope_index(layer) == 1)
-        hint = f"the Hugging Face model type {config.family!r} has index 1 in sliding-window layers and 0 in the others"
-        hint += "; such a model cannot be exported"
-        require_option(is_consistent, "model_config.rope_indices", config.rope_indices, hint)
-    # transformers reads truncate outside the per-layer parameters
-    if (adjustments := config.rope_adjustments) and not adjustments.get("truncate", True):
-        require(config, rope_adjustments="YaRN with truncate true")
-
-
 def rope_in_windows(layer_types: list[str]) -> list[int] | None:
     """Return ``rope_indices`` of a model whose full-attention layers have no RoPE (NoPE)."""
     return [0 if kind == SLIDING else -1 for kind in layer_types] if FULL in layer_types else None
-
-
-def require_rope_only_in_windows(config: ModelConfig) -> None:
-    """Check that exactly the sliding-window layers have RoPE."""
-    indices = [-1 if config.window(layer) is None else 0 for layer in range(config.n_layer)]
-    if indices != [config.rope_index(layer) for layer in range(config.n_layer)]:
-        require(config, rope_indices=indices)
 
 
 def longrope_attention_factor(longest: float, original: int) -> float:

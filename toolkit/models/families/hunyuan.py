@@ -6,8 +6,6 @@ from toolkit.models.config import Fields, ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
 from toolkit.models.families.hf_keys import is_positive, require_key
 
-_FIXED: Fields = {"norm_qk": True, "norm_qk_after_rope": True}
-
 CONFIGS: list[ModelConfig] = []
 
 
@@ -16,7 +14,7 @@ def from_hf_config(config_json: Fields) -> ModelConfig:
     hf_config.require_silu(config_json, use_qk_norm=(True,), use_cla=(False,))
     fields = hf_config.read_decoder({"rms_norm_eps": 1e-5} | config_json, vocab_size=290943, block_size=2048)
     biases = hf_config.read_biases({**config_json, "mlp_bias": False})
-    return ModelConfig(**fields, **_read_rope(config_json), **biases, **_FIXED)
+    return ModelConfig(**fields, **_read_rope(config_json), **biases, norm_qk=True, norm_qk_after_rope=True)
 
 
 def _read_rope(config_json: Fields) -> Fields:
@@ -37,7 +35,3 @@ def to_hf_config(config: ModelConfig) -> Fields:
 
 
 weight_map = partial(tables.decoder_weights, norms={"norm_q": "query_layernorm", "norm_k": "key_layernorm"})
-
-
-def check(config: ModelConfig) -> None:
-    hf_config.require_llama(config, free=("attn_bias",), attn_proj_bias=config.attn_bias, **_FIXED)

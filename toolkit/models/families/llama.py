@@ -130,8 +130,3 @@ def to_hf_config(config: ModelConfig) -> Fields:
 
 
 weight_map = tables.decoder_weights
-
-
-def check(config: ModelConfig) -> None:
-    hf_config.require_llama(config, free=("bias", "attn_bias"), attn_proj_bias=config.attn_bias)
-    hf_config.require_divisible_heads(config)

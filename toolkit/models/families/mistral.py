@@ -87,11 +87,3 @@ def to_hf_config(config: ModelConfig) -> Fields:
 
 
 weight_map = tables.decoder_weights
-
-
-def check(config: ModelConfig) -> None:
-    windows = hf_config.LAYERED_WINDOWS if config.family == "ministral" else hf_config.WINDOWS
-    is_v3 = config.family == "ministral3"
-    hf_config.require_llama(config, free=(*windows, "query_scaling_beta") if is_v3 else windows)
-    if is_v3 and config.query_scaling_beta is None:
-        hf_config.require(config, query_scaling_beta="a number")

@@ -46,7 +46,3 @@ def _experts(config: ModelConfig, native: str, hf: str) -> tables.WeightMap:
 
 
 weight_map = partial(tables.decoder_weights, moe=_experts)
-
-
-def check(config: ModelConfig) -> None:
-    hf_config.require_llama(config, free=hf_config.WINDOWS, **hf_config.MIXTRAL)

@@ -65,14 +65,3 @@ def to_hf_config(config: ModelConfig) -> Fields:
 
 
 weight_map = tables.decoder_weights
-
-
-def check(config: ModelConfig) -> None:
-    if config.family == "olmo":
-        hf_config.require_llama(config, free=("clip_qkv",), has_head_dim=False, **_OLMO1)
-        return
-    is_v3 = config.family == "olmo3"
-    free = ("rope_indices", "rope_local_base_freq", *hf_config.LAYERED_WINDOWS) if is_v3 else ()
-    hf_config.require_llama(config, free=free, has_head_dim=False, **_OLMO2)
-    if is_v3:
-        hf_config.require_rope_by_window(config)

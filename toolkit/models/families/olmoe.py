@@ -43,7 +43,3 @@ def to_hf_config(config: ModelConfig) -> Fields:
 
 
 weight_map = tables.decoder_weights
-
-
-def check(config: ModelConfig) -> None:
-    hf_config.require_llama(config, free=("norm_topk_prob",), has_head_dim=False, **_FIXED)

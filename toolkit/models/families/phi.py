@@ -56,8 +56,3 @@ def weight_map(config: ModelConfig) -> tables.WeightMap:
         maps += tables.linear(f"{native}.mlp.fc", f"{hf}.mlp.fc1", True)
         maps += tables.linear(f"{native}.mlp.proj", f"{hf}.mlp.fc2", True)
     return maps + tables.linear("transformer.ln_f", "model.final_layernorm", True)
-
-
-def check(config: ModelConfig) -> None:
-    free = ("rotary_percentage", "norm_qk")
-    hf_config.require_llama(config, free=free, has_head_dim=False, tie_embeddings=False, **_FIXED)

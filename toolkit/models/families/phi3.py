@@ -71,6 +71,8 @@ def from_hf_config(config_json: Fields) -> ModelConfig:
 
 
 def to_hf_config(config: ModelConfig) -> Fields:
+    if config.rope_kind not in (None, "longrope"):
+        hf_config.require(config, rope_adjustments="longrope's or None")
     values = hf_config.write_decoder(
         config, "Phi3ForCausalLM", sliding_window=config.sliding_window_size,
         partial_rotary_factor=config.rotary_percentage, embd_pdrop=0.0, resid_pdrop=0.0,
@@ -90,9 +92,3 @@ def _write_longrope(config: ModelConfig, adjustments: Fields) -> Fields:
 
 
 weight_map = partial(tables.decoder_weights, fused=True, mlp=tables.fused_mlp)
-
-
-def check(config: ModelConfig) -> None:
-    hf_config.require_llama(config, free=("rotary_percentage", *hf_config.WINDOWS), has_head_dim=False)
-    if config.rope_kind not in (None, "longrope"):
-        hf_config.require(config, rope_adjustments="longrope's or None")

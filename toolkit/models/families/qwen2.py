@@ -105,7 +105,3 @@ def write_windows(config: ModelConfig) -> Fields:
 
 
 weight_map = tables.decoder_weights
-
-
-def check(config: ModelConfig) -> None:
-    hf_config.require_llama(config, free=hf_config.LAYERED_WINDOWS, attn_bias=True)

@@ -46,7 +46,3 @@ def to_hf_config(config: ModelConfig) -> Fields:
 
 
 weight_map = tables.decoder_weights
-
-
-def check(config: ModelConfig) -> None:
-    hf_config.require_llama(config, free=hf_config.LAYERED_WINDOWS, norm_qk=True)

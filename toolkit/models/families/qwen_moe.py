@@ -128,12 +128,3 @@ def to_hf_config(config: ModelConfig) -> Fields:
 
 
 weight_map = tables.decoder_weights
-
-
-def check(config: ModelConfig) -> None:
-    is_qwen2 = config.family == "qwen2_moe"
-    of_qwen2 = (*hf_config.LAYERED_WINDOWS, "attn_bias", "shared_expert_intermediate_size")
-    free = ("norm_topk_prob", "moe_indices", *(of_qwen2 if is_qwen2 else hf_config.WINDOWS))
-    hf_config.require_llama(config, free=free, mlp_class_name="LLaMAMoE", norm_qk=not is_qwen2)
-    if is_qwen2 and config.shared_expert_intermediate_size is None:
-        hf_config.require(config, shared_expert_intermediate_size="a width")

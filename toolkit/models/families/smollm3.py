@@ -48,7 +48,3 @@ def to_hf_config(config: ModelConfig) -> Fields:
 
 
 weight_map = tables.decoder_weights
-
-
-def check(config: ModelConfig) -> None:
-    hf_config.require_llama(config, free=("rope_indices", *hf_config.LAYERED_WINDOWS))

@@ -52,10 +52,3 @@ def to_hf_config(config: ModelConfig) -> Fields:
 
 
 weight_map = tables.decoder_weights
-
-
-def check(config: ModelConfig) -> None:
-    fixed = {"norm_class_name": "LayerNorm", "norm_qk_type": "per_head"}
-    free = ("rotary_percentage", "attn_bias", "parallel_residual", "norm_qk")
-    shared = config.parallel_residual
-    hf_config.require_llama(config, free=free, has_head_dim=False, shared_attention_norm=shared, **fixed)

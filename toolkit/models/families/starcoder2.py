@@ -49,7 +49,3 @@ def weight_map(config: ModelConfig) -> tables.WeightMap:
         maps += tables.linear(f"{native}.mlp.fc", f"{hf}.mlp.c_fc", config.bias)
         maps += tables.linear(f"{native}.mlp.proj", f"{hf}.mlp.c_proj", config.bias)
     return maps + tables.linear("transformer.ln_f", "model.norm", True)
-
-
-def check(config: ModelConfig) -> None:
-    hf_config.require_llama(config, free=("bias", *hf_config.WINDOWS), has_head_dim=False, **_FIXED)
