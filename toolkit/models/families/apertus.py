@@ -43,5 +43,6 @@ def _mlp(config: ModelConfig, native: str, hf: str) -> tables.WeightMap:
     return [tables.one_to_one(f"{native}.mlp.{n}", f"{hf}.mlp.{h}") for n, h in names.items()]
 
 
-_NORMS = {"norm_1": "attention_layernorm", "norm_2": "feedforward_layernorm"}
-weight_map = partial(tables.decoder_weights, norms=_NORMS, mlp=_mlp)
+weight_map = partial(
+    tables.decoder_weights, names={"norm_1": "attention_layernorm", "norm_2": "feedforward_layernorm"}, mlp=_mlp
+)

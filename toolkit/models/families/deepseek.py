@@ -148,20 +148,10 @@ def _attention(config: ModelConfig, native: str, hf: str) -> tables.WeightMap:
     return maps + tables.linear(f"{native}.proj", f"{hf}.o_proj", False)
 
 
-def _experts(config: ModelConfig, native: str, hf: str) -> tables.WeightMap:
-    native, hf = f"{native}.mlp", f"{hf}.mlp"
-    maps = tables.linear(f"{native}.gate", f"{hf}.gate", False)
-    if config.router_scores == "sigmoid":
-        maps.append(tables.one_to_one(f"{native}.correction", f"{hf}.gate.e_score_correction_bias"))
-    maps += tables.experts(config, f"{native}.experts", f"{hf}.experts", tables.GATED)
-    for native_part, hf_part in tables.GATED.items():
-        maps += tables.linear(f"{native}.shared_expert.{native_part}", f"{hf}.shared_experts.{hf_part}", False)
-    return maps
-
-
 def _dense_layers(config: ModelConfig) -> int:
     """Return the number of dense layers at the start."""
     return sum(not config.has_experts(i) for i in range(config.n_layer))
 
 
+_experts = partial(tables.experts, shared="shared_experts", correction="gate.e_score_correction_bias")
 weight_map = partial(tables.decoder_weights, moe=_experts, attention=_attention)

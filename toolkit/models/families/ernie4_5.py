@@ -84,16 +84,8 @@ def _layers(config: ModelConfig) -> list[int]:
     return [i for i in range(config.n_layer) if config.has_experts(i)] or [0]
 
 
-def _experts(config: ModelConfig, native: str, hf: str) -> tables.WeightMap:
-    native, hf = f"{native}.mlp", f"{hf}.mlp"
-    maps = tables.linear(f"{native}.gate", f"{hf}.gate", False)
-    bias = f"{hf}.moe_statics.e_score_correction_bias"
-    maps.append(tables.one_to_one(f"{native}.correction", bias, tables.unsqueeze()))
-    maps += tables.experts(config, f"{native}.experts", f"{hf}.experts", tables.GATED)
-    if config.shared_expert_intermediate_size is not None:
-        for native_part, hf_part in tables.GATED.items():
-            maps += tables.linear(f"{native}.shared_expert.{native_part}", f"{hf}.shared_experts.{hf_part}", False)
-    return maps
-
-
+_experts = partial(
+    tables.experts, shared="shared_experts", correction="moe_statics.e_score_correction_bias",
+    correction_transforms=(tables.unsqueeze(),),
+)  # fmt: skip
 weight_map = partial(tables.decoder_weights, rope_pairs=True, moe=_experts)

@@ -74,18 +74,12 @@ def _is_new_architecture(config: ModelConfig) -> bool:
 
 
 def weight_map(config: ModelConfig) -> tables.WeightMap:
-    by_group = tables.interleave_groups(config.n_head, config.n_query_groups, config.head_size)
+    by_group = {"attn.qkv": tables.interleave_groups(config.n_head, config.n_query_groups, config.head_size)}
+    shared = config.shared_attention_norm
+    names = {"norm_1": "input_layernorm"} if shared else {"norm_1": "ln_attn", "norm_2": "ln_mlp"}
+    names |= {"attn.qkv": "self_attention.query_key_value", "attn.proj": "self_attention.dense"}
+    names |= {"mlp.fc": "mlp.dense_h_to_4h", "mlp.proj": "mlp.dense_4h_to_h"}
     maps = tables.embedding_and_head(config, "transformer.word_embeddings.weight", "lm_head")
     for i in range(config.n_layer):
-        both = f"transformer.h.{i}"
-        if config.shared_attention_norm:
-            maps += tables.linear(f"{both}.norm_1", f"{both}.input_layernorm", True)
-        else:
-            maps += tables.linear(f"{both}.norm_1", f"{both}.ln_attn", True)
-            maps += tables.linear(f"{both}.norm_2", f"{both}.ln_mlp", True)
-        qkv = f"{both}.self_attention.query_key_value.weight"
-        maps.append(tables.one_to_one(f"{both}.attn.qkv.weight", qkv, by_group))
-        maps += tables.linear(f"{both}.attn.proj", f"{both}.self_attention.dense", False)
-        maps += tables.linear(f"{both}.mlp.fc", f"{both}.mlp.dense_h_to_4h", False)
-        maps += tables.linear(f"{both}.mlp.proj", f"{both}.mlp.dense_4h_to_h", False)
+        maps += tables.layers(config, f"transformer.h.{i}", f"transformer.h.{i}", names, by_group)
     return maps + tables.linear("transformer.ln_f", "transformer.ln_f", True)

@@ -32,7 +32,7 @@ weight_map = partial(
     tables.decoder_weights,
     rope_pairs=True,
     mlp=tables.fused_mlp,
-    norms={
+    names={
         "post_attention_norm": "post_self_attn_layernorm",
         "norm_2": "post_attention_layernorm",
         "post_mlp_norm": "post_mlp_layernorm",

@@ -87,16 +87,17 @@ def to_hf_config(config: ModelConfig) -> Fields:
     }
 
 
+_LAYERS = {
+    "norm_1": "ln_1", "attn.qkv": "attn.c_attn", "attn.proj": "attn.c_proj", "norm_2": "ln_2", "mlp.fc": "mlp.c_fc",
+    "mlp.proj": "mlp.c_proj",
+}  # fmt: skip
+
+
 def weight_map(config: ModelConfig) -> tables.WeightMap:
-    transposed = tables.transpose()
+    transposed = dict.fromkeys([name for name in _LAYERS if "norm" not in name], tables.transpose())
     maps = tables.embedding_and_head(config, "transformer.wte.weight", "lm_head")
     maps.append(tables.one_to_one("transformer.wpe.weight", "transformer.wpe.weight"))
     for i in range(config.n_layer):
         block = f"transformer.h.{i}"
-        maps += tables.linear(f"{block}.norm_1", f"{block}.ln_1", True)
-        maps += tables.linear(f"{block}.attn.qkv", f"{block}.attn.c_attn", True, transposed)
-        maps += tables.linear(f"{block}.attn.proj", f"{block}.attn.c_proj", True, transposed)
-        maps += tables.linear(f"{block}.norm_2", f"{block}.ln_2", True)
-        maps += tables.linear(f"{block}.mlp.fc", f"{block}.mlp.c_fc", True, transposed)
-        maps += tables.linear(f"{block}.mlp.proj", f"{block}.mlp.c_proj", True, transposed)
+        maps += tables.layers(config, block, block, _LAYERS, transposed)
     return maps + tables.linear("transformer.ln_f", "transformer.ln_f", True)

@@ -93,18 +93,15 @@ def to_hf_config(config: ModelConfig) -> Fields:
     }
 
 
+_LAYERS = {
+    "norm_1": "input_layernorm", "attn.qkv": "attention.query_key_value", "attn.proj": "attention.dense",
+    "norm_2": "post_attention_layernorm", "mlp.fc": "mlp.dense_h_to_4h", "mlp.proj": "mlp.dense_4h_to_h",
+}  # fmt: skip
+
+
 def weight_map(config: ModelConfig) -> tables.WeightMap:
-    per_head = tables.interleave_groups(config.n_head, config.n_head, config.head_size)
+    per_head = {"attn.qkv": tables.interleave_groups(config.n_head, config.n_head, config.head_size)}
     maps = tables.embedding_and_head(config, "gpt_neox.embed_in.weight", "embed_out")
     for i in range(config.n_layer):
-        native, hf = f"transformer.h.{i}", f"gpt_neox.layers.{i}"
-        maps += tables.linear(f"{native}.norm_1", f"{hf}.input_layernorm", True)
-        for kind in ("weight", "bias"):
-            maps.append(
-                tables.one_to_one(f"{native}.attn.qkv.{kind}", f"{hf}.attention.query_key_value.{kind}", per_head)
-            )
-        maps += tables.linear(f"{native}.attn.proj", f"{hf}.attention.dense", True)
-        maps += tables.linear(f"{native}.norm_2", f"{hf}.post_attention_layernorm", True)
-        maps += tables.linear(f"{native}.mlp.fc", f"{hf}.mlp.dense_h_to_4h", True)
-        maps += tables.linear(f"{native}.mlp.proj", f"{hf}.mlp.dense_4h_to_h", True)
+        maps += tables.layers(config, f"transformer.h.{i}", f"gpt_neox.layers.{i}", _LAYERS, per_head)
     return maps + tables.linear("transformer.ln_f", "gpt_neox.final_layer_norm", True)

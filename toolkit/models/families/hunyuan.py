@@ -34,4 +34,4 @@ def to_hf_config(config: ModelConfig) -> Fields:
     return hf_config.write_decoder(config, "HunYuanDenseV1ForCausalLM")
 
 
-weight_map = partial(tables.decoder_weights, norms={"norm_q": "query_layernorm", "norm_k": "key_layernorm"})
+weight_map = partial(tables.decoder_weights, names={"norm_q": "query_layernorm", "norm_k": "key_layernorm"})

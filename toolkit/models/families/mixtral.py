@@ -39,10 +39,5 @@ def to_hf_config(config: ModelConfig) -> Fields:
     return hf_config.write_decoder(config, "MixtralForCausalLM", **experts, sliding_window=config.sliding_window_size)
 
 
-def _experts(config: ModelConfig, native: str, hf: str) -> tables.WeightMap:
-    maps = tables.linear(f"{native}.mlp.gate", f"{hf}.block_sparse_moe.gate", False)
-    names = {"fc_1": "w1", "fc_2": "w3", "proj": "w2"}
-    return maps + tables.experts(config, f"{native}.mlp.experts", f"{hf}.block_sparse_moe.experts", names)
-
-
+_experts = partial(tables.experts, layer="block_sparse_moe", names={"fc_1": "w1", "fc_2": "w3", "proj": "w2"})
 weight_map = partial(tables.decoder_weights, moe=_experts)

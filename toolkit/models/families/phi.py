@@ -6,6 +6,8 @@ Sources of the named configurations: LitGPT, and transformers' conversion script
 architecture.
 """
 
+from functools import partial
+
 from toolkit.models.config import Fields, ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
 from toolkit.models.families.named import named_with
@@ -41,18 +43,8 @@ def to_hf_config(config: ModelConfig) -> Fields:
     )  # fmt: skip
 
 
-def weight_map(config: ModelConfig) -> tables.WeightMap:
-    maps = [
-        tables.one_to_one("transformer.wte.weight", "model.embed_tokens.weight"),
-        *tables.linear("lm_head", "lm_head", True),
-    ]
-    for i in range(config.n_layer):
-        native, hf = f"transformer.h.{i}", f"model.layers.{i}"
-        maps += tables.linear(f"{native}.norm_1", f"{hf}.input_layernorm", True)
-        maps += tables.queries_keys_values(config, native, hf)
-        for p in "qk" if config.norm_qk else "":
-            maps += tables.linear(f"{native}.attn.norm_{p}", f"{hf}.self_attn.{p}_layernorm", True)
-        maps += tables.linear(f"{native}.attn.proj", f"{hf}.self_attn.dense", True)
-        maps += tables.linear(f"{native}.mlp.fc", f"{hf}.mlp.fc1", True)
-        maps += tables.linear(f"{native}.mlp.proj", f"{hf}.mlp.fc2", True)
-    return maps + tables.linear("transformer.ln_f", "model.final_layernorm", True)
+weight_map = partial(
+    tables.decoder_weights,
+    names={"norm_q": "q_layernorm", "norm_k": "k_layernorm", "proj": "dense", "ln_f": "final_layernorm"},
+    mlp=partial(tables.dense_mlp, names={"fc": "fc1", "proj": "fc2"}),
+)

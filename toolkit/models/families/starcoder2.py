@@ -39,13 +39,12 @@ def to_hf_config(config: ModelConfig) -> Fields:
 
 
 def weight_map(config: ModelConfig) -> tables.WeightMap:
+    names = {"attn.proj": "self_attn.o_proj", "norm_2": "post_attention_layernorm"}
+    names |= {"mlp.fc": "mlp.c_fc", "mlp.proj": "mlp.c_proj"}
     maps = tables.embedding_and_head(config, "model.embed_tokens.weight", "lm_head")
     for i in range(config.n_layer):
         native, hf = f"transformer.h.{i}", f"model.layers.{i}"
-        maps += tables.linear(f"{native}.norm_1", f"{hf}.input_layernorm", True)
+        maps += tables.layers(config, native, hf, {"norm_1": "input_layernorm"})
         maps += tables.queries_keys_values(config, native, hf)
-        maps += tables.linear(f"{native}.attn.proj", f"{hf}.self_attn.o_proj", config.bias)
-        maps += tables.linear(f"{native}.norm_2", f"{hf}.post_attention_layernorm", True)
-        maps += tables.linear(f"{native}.mlp.fc", f"{hf}.mlp.c_fc", config.bias)
-        maps += tables.linear(f"{native}.mlp.proj", f"{hf}.mlp.c_proj", config.bias)
+        maps += tables.layers(config, native, hf, names)
     return maps + tables.linear("transformer.ln_f", "model.norm", True)

@@ -76,7 +76,7 @@ def transpose() -> Transform:
     """Transpose each tensor from (..., out, in) to (..., in, out), as in GPT-2's Conv1D and gpt-oss's experts."""
 
     def swap(tensors: list[Tensor]) -> list[Tensor]:
-        return [tensor.mT for tensor in tensors]
+        return [tensor.mT if tensor.ndim > 1 else tensor for tensor in tensors]  # not a bias
 
     return Transform(swap, swap)
 
@@ -151,47 +151,75 @@ def stack_experts() -> Transform:
     return Transform(lambda tensors: list(tensors[0].unbind()), from_hf)
 
 
-def experts(config: ModelConfig, native: str, hf: str, projections: dict[str, str]) -> WeightMap:
-    """Map the experts of one layer. Native tensors are stacked; Hugging Face has one tensor per expert.
-
-    ``native`` and ``hf`` are name prefixes. ``projections`` maps native to Hugging Face projection names.
-    """
-    maps = []
-    for native_part, hf_part in projections.items():
-        names = tuple(f"{hf}.{e}.{hf_part}.weight" for e in range(config.n_expert))
-        maps.append(WeightMapping((f"{native}.{native_part}.weight",), names, (stack_experts(),)))
-    return maps
-
-
 def one_to_one(native: str, hf: str, *transforms: Transform) -> WeightMapping:
     """Map one native tensor to one Hugging Face tensor."""
     return WeightMapping((native,), (hf,), transforms)
 
 
-def linear(native: str, hf: str, bias: bool, *weight_transforms: Transform) -> WeightMap:
+def linear(native: str, hf: str, bias: bool, *transforms: Transform) -> WeightMap:
     """Map the weight and optional bias of a linear layer or norm."""
-    maps = [one_to_one(f"{native}.weight", f"{hf}.weight", *weight_transforms)]
-    return [*maps, one_to_one(f"{native}.bias", f"{hf}.bias")] if bias else maps
+    kinds = ("weight", "bias") if bias else ("weight",)
+    return [one_to_one(f"{native}.{kind}", f"{hf}.{kind}", *transforms) for kind in kinds]
+
+
+def layers(
+    config: ModelConfig, native: str, hf: str, names: dict[str, str], transforms: dict[str, Transform] | None = None
+) -> WeightMap:
+    """Map linear layers and norms below two prefixes, with the biases of the config.
+
+    ``names`` are the Hugging Face names and ``transforms`` the transforms, by native name.
+    """
+    maps = []
+    for name, hf_name in names.items():
+        bias = _has_norm_bias(config) if "norm" in name else config.bias
+        transform = (transforms or {}).get(name)
+        maps += linear(f"{native}.{name}", f"{hf}.{hf_name}", bias, *([] if transform is None else [transform]))
+    return maps
 
 
 def embedding_and_head(config: ModelConfig, embedding: str, head: str) -> WeightMap:
     """Map embedding and LM head. Tied weights are mapped once, under the embedding's names."""
     maps = [one_to_one("transformer.wte.weight", embedding)]
-    return maps if config.tie_embeddings else [*maps, one_to_one("lm_head.weight", f"{head}.weight")]
+    return maps if config.tie_embeddings else maps + linear("lm_head", head, config.lm_head_bias)
 
 
 # Native and Hugging Face names of the projections of a gated MLP.
 GATED = {"fc_1": "gate_proj", "fc_2": "up_proj", "proj": "down_proj"}
 
 
-def qwen_experts(config: ModelConfig, native: str, hf: str) -> WeightMap:
-    """Map an MoE layer with the most common names, with or without a shared expert."""
-    maps = linear(f"{native}.mlp.gate", f"{hf}.mlp.gate", False)
-    maps += experts(config, f"{native}.mlp.experts", f"{hf}.mlp.experts", GATED)
+def experts(
+    config: ModelConfig,
+    native: str,
+    hf: str,
+    *,
+    layer: str = "mlp",
+    names: dict[str, str] = GATED,
+    shared: str = "shared_expert",
+    correction: str = "",
+    correction_transforms: tuple[Transform, ...] = (),
+) -> WeightMap:
+    """Map an MoE layer. Native experts are stacked; Hugging Face has tensors for each.
+
+    Args:
+        config: The architecture.
+        native, hf: Name prefixes of the block.
+        layer: Hugging Face's name of the layer.
+        names: Hugging Face's names of an expert's projections, by native name.
+        shared: Hugging Face's name of the shared expert.
+        correction: Hugging Face's name of the router's correction bias, if it has one.
+        correction_transforms: Transforms of the correction bias.
+    """
+    native, hf = f"{native}.mlp", f"{hf}.{layer}"
+    maps = linear(f"{native}.gate", f"{hf}.gate", False)
+    if config.router_scores != "softmax":
+        maps.append(one_to_one(f"{native}.correction", f"{hf}.{correction}", *correction_transforms))
+    for name, hf_name in names.items():
+        each = tuple(f"{hf}.experts.{e}.{hf_name}.weight" for e in range(config.n_expert))
+        maps.append(WeightMapping((f"{native}.experts.{name}.weight",), each, (stack_experts(),)))
     if config.shared_expert_intermediate_size is not None:
-        for native_part, hf_part in GATED.items():
-            maps += linear(f"{native}.mlp.shared_expert.{native_part}", f"{hf}.mlp.shared_expert.{hf_part}", False)
-        maps += linear(f"{native}.mlp.shared_expert_gate", f"{hf}.mlp.shared_expert_gate", False)
+        maps += layers(config, f"{native}.shared_expert", f"{hf}.{shared}", GATED)
+        if config.shared_expert_gate:
+            maps += linear(f"{native}.shared_expert_gate", f"{hf}.shared_expert_gate", False)
     return maps
 
 
@@ -214,7 +242,7 @@ def queries_keys_values(config: ModelConfig, native: str, hf: str, rope_pairs: b
 
 
 def _attention(
-    config: ModelConfig, native: str, hf: str, norms: dict[str, str], fused: bool, rope_pairs: bool
+    config: ModelConfig, native: str, hf: str, names: dict[str, str], fused: bool, rope_pairs: bool
 ) -> WeightMap:
     if fused:
         maps = linear(f"{native}.attn.qkv", f"{hf}.self_attn.qkv_proj", config.bias or config.attn_bias)
@@ -222,24 +250,23 @@ def _attention(
         maps = queries_keys_values(config, native, hf, rope_pairs)
     if config.norm_qk:
         for p, heads in (("q", config.n_head), ("k", config.n_query_groups)):
-            native_part, hf_part = f"{native}.attn.norm_{p}", f"{hf}.self_attn.{norms[f'norm_{p}']}"
+            native_part, hf_part = f"{native}.attn.norm_{p}", f"{hf}.self_attn.{names[f'norm_{p}']}"
             if config.norm_qk_type == "per_head":  # StableLM
-                names = tuple(f"{hf}.self_attn.{p}_layernorm.norms.{i}.weight" for i in range(heads))
-                maps.append(
-                    WeightMapping((f"{native_part}.weight",), names, (split_rows(*[config.head_size] * heads),))
-                )
+                each = tuple(f"{hf}.self_attn.{p}_layernorm.norms.{i}.weight" for i in range(heads))
+                maps.append(WeightMapping((f"{native_part}.weight",), each, (split_rows(*[config.head_size] * heads),)))
             else:
                 maps += linear(native_part, hf_part, _has_norm_bias(config))
-    maps += linear(f"{native}.attn.proj", f"{hf}.self_attn.o_proj", config.bias or config.attn_proj_bias)
-    return maps
+    output = f"{hf}.self_attn.{names['proj']}"
+    return maps + linear(f"{native}.attn.proj", output, config.bias or config.attn_proj_bias)
 
 
 def _has_norm_bias(config: ModelConfig) -> bool:
     return config.norm_class_name == "LayerNorm" and config.norm_bias
 
 
-def _mlp(config: ModelConfig, native: str, hf: str) -> WeightMap:
-    return [m for n, h in GATED.items() for m in linear(f"{native}.mlp.{n}", f"{hf}.mlp.{h}", config.bias)]
+def dense_mlp(config: ModelConfig, native: str, hf: str, names: dict[str, str] = GATED) -> WeightMap:
+    """Map a dense MLP. ``names`` are Hugging Face's names of its projections, by native name."""
+    return layers(config, f"{native}.mlp", f"{hf}.mlp", names)
 
 
 def fused_mlp(config: ModelConfig, native: str, hf: str) -> WeightMap:
@@ -258,9 +285,9 @@ def decoder_weights(
     *,
     fused: bool = False,
     rope_pairs: bool = False,
-    norms: dict[str, str] | None = None,
-    mlp: PartMap = _mlp,
-    moe: PartMap = qwen_experts,
+    names: dict[str, str] | None = None,
+    mlp: PartMap = dense_mlp,
+    moe: PartMap = experts,
     attention: PartMap | None = None,
 ) -> WeightMap:
     """Return the weight map of a model with Llama's weight names. Parts may be missing or added.
@@ -272,13 +299,13 @@ def decoder_weights(
         attention: Same, for attention. Default: query, key, value and output projections.
         fused: Hugging Face also fuses the QKV projections (Phi-3).
         rope_pairs: Hugging Face rotates adjacent rows of queries and keys (GLM-4), see :func:`interleave_pairs`.
-        norms: Hugging Face's names of norms that differ, by native name.
+        names: Hugging Face's names of norms and of attention's output projection that differ, by native name.
     """
     norm_bias = _has_norm_bias(config)
     before_mlp = "pre_feedforward_layernorm" if config.post_attention_norm else "post_attention_layernorm"
-    names = {"norm_1": "input_layernorm", "norm_2": before_mlp, "norm_q": "q_norm", "norm_k": "k_norm"}
-    names |= {"post_attention_norm": "post_attention_layernorm", "post_mlp_norm": "post_feedforward_layernorm"}
-    norms = names | (norms or {})
+    defaults = {"norm_1": "input_layernorm", "norm_2": before_mlp, "norm_q": "q_norm", "norm_k": "k_norm"}
+    defaults |= {"post_attention_norm": "post_attention_layernorm", "post_mlp_norm": "post_feedforward_layernorm"}
+    names = defaults | {"proj": "o_proj", "ln_f": "norm"} | (names or {})
     has_norm = {
         "norm_1": config.norm_1, "norm_2": config.norm_2 and not config.shared_attention_norm,
         "post_attention_norm": config.post_attention_norm, "post_mlp_norm": config.post_mlp_norm,
@@ -288,10 +315,10 @@ def decoder_weights(
         native, hf = f"transformer.h.{i}", f"model.layers.{i}"
         for name, is_present in has_norm.items():
             if is_present and config.norm_affine:
-                maps += linear(f"{native}.{name}", f"{hf}.{norms[name]}", norm_bias)
+                maps += linear(f"{native}.{name}", f"{hf}.{names[name]}", norm_bias)
         if attention is not None:
             maps += attention(config, native, hf)
         else:
-            maps += _attention(config, native, hf, norms, fused, rope_pairs)
+            maps += _attention(config, native, hf, names, fused, rope_pairs)
         maps += (moe if config.has_experts(i) else mlp)(config, native, hf)
-    return maps + (linear("transformer.ln_f", "model.norm", norm_bias) if config.norm_affine else [])
+    return maps + (linear("transformer.ln_f", f"model.{names['ln_f']}", norm_bias) if config.norm_affine else [])
