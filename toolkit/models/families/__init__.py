@@ -13,6 +13,7 @@ subclass, ``validate(config)``, which raises UserError for invalid ``ModelConfig
 exported.
 """
 
+import itertools
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
@@ -204,6 +205,9 @@ class Family:
 
     def is_unused(self, name: str, config: ModelConfig) -> bool:
         """Whether the Hugging Face weight ``name`` has no counterpart in toolkit's model."""
+        is_vision = name.removeprefix("model.").startswith(("vision_tower.", "multi_modal_projector."))
+        if is_vision and config.family in itertools.chain(*MULTIMODAL.values()):
+            return True
         return hasattr(self.module, "is_unused") and self.module.is_unused(name, config)
 
 

@@ -111,12 +111,6 @@ def _gemma2_and_3_fields(config_json: Fields) -> Fields:
     return fields | {"norm_qk": True, "rope_indices": [int(kind == hf_config.SLIDING) for kind in types]}
 
 
-def is_unused(name: str, config: ModelConfig) -> bool:
-    """Whether a weight belongs to Gemma 3's vision tower or projector."""
-    parts = ("vision_tower.", "multi_modal_projector.")
-    return config.family == "gemma3_text" and name.removeprefix("model.").startswith(parts)
-
-
 def to_hf_config(config: ModelConfig) -> Fields:
     other: Fields = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
     if config.family != "gemma":

@@ -66,11 +66,6 @@ def _read_ministral3(config_json: Fields) -> ModelConfig:
     )
 
 
-def is_unused(name: str, config: ModelConfig) -> bool:
-    """Whether a weight belongs to the vision tower or projector of a multimodal model (Mistral Small 3.1)."""
-    return name.removeprefix("model.").startswith(("vision_tower.", "multi_modal_projector."))
-
-
 def to_hf_config(config: ModelConfig) -> Fields:
     window: Fields = {"sliding_window": config.sliding_window_size}
     if config.family == "mistral":
