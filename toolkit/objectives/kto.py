@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from toolkit.errors import require_option
 from toolkit.models.labels import TOKENS
 from toolkit.objectives.base import LOSS, Objective, Part
-from toolkit.objectives.preference import BALANCING, has_balancing, label_log_probs
+from toolkit.objectives.preference import balancing_parts, initial_log_probs, label_log_probs
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +62,7 @@ class KTO(Objective):
     def parts(self, module: "nn.Module") -> tuple[Part, ...]:
         names = {"reward_chosen": GOOD, "reward_rejected": BAD, "log_prob_chosen": GOOD, "log_prob_rejected": BAD}
         logged = (Part(name, count, weight=0) for name, count in (names | {"kl": SAMPLES}).items())
-        return (Part(LOSS, SAMPLES), *((Part(BALANCING),) if has_balancing(module) else ()), *logged)
+        return (Part(LOSS, SAMPLES), *balancing_parts(module), *logged)
 
     def count(self, batch: "Batch") -> dict[str, int]:
         samples, labels = sum(row >= 0 for row in batch.ids[::2]), batch.values.get("label")
@@ -89,11 +89,9 @@ class KTO(Objective):
     def sums(self, model: "nn.Module", batch: "Batch", device: "torch.device") -> "dict[str, Tensor]":
         import torch
 
-        from toolkit.objectives.inputs import original_module
-
         batch = batch.every(0, 2)
         reference = self._reference(model, batch, device)
-        log_probs, balancing = label_log_probs(model, batch, device)
+        log_probs, balancing_sums = label_log_probs(model, batch, device)
         is_good = batch.value("label", device)
         is_bad = torch.tensor([float(row >= 0) for row in batch.ids], device=device) - is_good
         ratio = log_probs - reference  # of a filler 0
@@ -103,12 +101,12 @@ class KTO(Objective):
         for name, mask in (("chosen", is_good), ("rejected", is_bad)):
             sums[f"reward_{name}"] = self.beta * (mask * ratio.detach()).sum()
             sums[f"log_prob_{name}"] = (mask * log_probs.detach()).sum()
-        return sums | ({BALANCING: balancing} if has_balancing(original_module(model)) else {})
+        return sums | balancing_sums
 
     def _reference(self, model: "nn.Module", batch: "Batch", device: "torch.device") -> "Tensor":
         import torch
 
         if self.frozen is None:
-            return label_log_probs(model, batch, device, with_adapters=False)[0]
+            return initial_log_probs(model, batch, device)
         with torch.no_grad():
             return label_log_probs(self.frozen, batch, device)[0]

@@ -73,8 +73,7 @@ class PairObjective(Objective):
         names = [f"{kind}_{which}" for kind in ("reward", "log_prob") for which in ("chosen", "rejected")]
         names += ["reward_margin", "accuracy", *self.logged]
         logged = (Part(name, PAIRS, weight=0) for name in names)
-        balancing = (Part(BALANCING),) if has_balancing(module) else ()
-        return (Part(LOSS, PAIRS), *balancing, *logged)
+        return (Part(LOSS, PAIRS), *balancing_parts(module), *logged)
 
     def count(self, batch: "Batch") -> dict[str, int]:
         return {PAIRS: sum(row >= 0 for row in batch.ids[::2])}
@@ -82,10 +81,8 @@ class PairObjective(Objective):
     def sums(self, model: "nn.Module", batch: "Batch", device: "torch.device") -> "dict[str, Tensor]":
         import torch
 
-        from toolkit.objectives.inputs import original_module
-
         reference = self.reference(model, batch, device)
-        log_probs, balancing = label_log_probs(model, batch, device)
+        log_probs, balancing_sums = label_log_probs(model, batch, device)
         tokens = (batch.labels != IGNORE_INDEX).sum(1).float().to(device)
         rows = torch.tensor([i for i, row in enumerate(batch.ids) if row >= 0], dtype=torch.int64, device=device)
         rows = rows.view(-1, 2)  # without fillers, which would have no tokens to divide by
@@ -95,7 +92,7 @@ class PairObjective(Objective):
         values["accuracy"] = (values["reward_margin"] > 0).float()
         values |= {"log_prob_chosen": chosen.log_prob, "log_prob_rejected": rejected.log_prob}
         sums = {name: (value if name == LOSS else value.detach()).sum() for name, value in values.items()}
-        return sums | ({BALANCING: balancing} if has_balancing(original_module(model)) else {})
+        return sums | balancing_sums
 
     def reference(self, model: "nn.Module", batch: "Batch", device: "torch.device") -> "Tensor":
         """Return the log-probability of each row under the reference model, (B,) fp32; zeros if there is none."""
@@ -104,27 +101,33 @@ class PairObjective(Objective):
         return torch.zeros(len(batch.ids), device=device)
 
 
-def label_log_probs(
-    model: "nn.Module", batch: "Batch", device: "torch.device", with_adapters: bool = True
-) -> "tuple[Tensor, Tensor]":
-    """Return the summed log-probabilities of the labels of each row, (B,) fp32, and the load-balancing loss."""
+def label_log_probs(model: "nn.Module", batch: "Batch", device: "torch.device") -> "tuple[Tensor, dict[str, Tensor]]":
+    """Return the summed log-probabilities of the labels of each row, (B,) fp32, and the load-balancing sum, if any."""
+    from toolkit.objectives.inputs import forward_inputs, original_module
+
+    log_probs, balancing = model(**forward_inputs(model, batch, device), log_probs=True)
+    return log_probs.sum(1), {BALANCING: balancing} if has_balancing(original_module(model)) else {}
+
+
+def initial_log_probs(model: "nn.Module", batch: "Batch", device: "torch.device") -> "Tensor":
+    """Return the first result of :func:`label_log_probs` without adapters and gradients."""
     import torch
 
     from toolkit.models.lora import without_adapters
-    from toolkit.objectives.inputs import forward_inputs, original_module
+    from toolkit.objectives.inputs import original_module
 
-    inputs = forward_inputs(model, batch, device)
-    if with_adapters:
-        log_probs, balancing = model(**inputs, log_probs=True)
-    else:
-        with torch.no_grad(), without_adapters(original_module(model)):
-            log_probs, balancing = model(**inputs, log_probs=True)
-    return log_probs.sum(1), balancing
+    with torch.no_grad(), without_adapters(original_module(model)):
+        return label_log_probs(model, batch, device)[0]
 
 
 def has_balancing(module: "nn.Module") -> bool:
     config = getattr(module, "config", None)
     return config is not None and config.n_moe_layer > 0 and bool(config.router_aux_loss_coef)
+
+
+def balancing_parts(module: "nn.Module") -> tuple[Part, ...]:
+    """Return the load-balancing loss, if the model has one."""
+    return (Part(BALANCING),) if has_balancing(module) else ()
 
 
 @dataclass
@@ -176,7 +179,7 @@ class DPO(PairObjective):
         from toolkit.objectives.inputs import original_module
 
         if self.reference_dir is None and has_adapters(original_module(model)):
-            return label_log_probs(model, batch, device, with_adapters=False)[0]
+            return initial_log_probs(model, batch, device)
         return batch.value(REFERENCE, device)
 
     def _loss(self, chosen: "Answers", rejected: "Answers") -> "Tensor":
