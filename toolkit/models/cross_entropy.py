@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from toolkit.errors import first_line
-from toolkit.models.mixed_mm import has_values
+from toolkit.private_torch import has_no_data
 
 CrossEntropy = Callable[..., tuple[Tensor, Tensor | None]]
 LossKernel = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor]]
@@ -45,13 +45,7 @@ def cross_entropy_(
     kernel: LossKernel | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the losses and the gradient. Overwrites ``logits``. ``kernel`` replaces the device's default."""
-    slope = None
-    if bias is not None:
-        logits += bias
-    if softcap is not None:
-        logits.div_(softcap).tanh_()
-        slope = None if dtype is None else 1 - logits.square()
-        logits.mul_(softcap)
+    slope = add_bias_and_cap_(logits, bias, softcap, dtype is not None)
     if padding:  # after the cap, which would make it finite
         logits[:, -padding:] = -torch.inf
     at = (targets if ignored is None else targets.where(~ignored, 0))[:, None]
@@ -65,6 +59,18 @@ def cross_entropy_(
     if ignored is not None:
         grad.masked_fill_(ignored[:, None], 0.0)
     return losses, grad.to(dtype)
+
+
+def add_bias_and_cap_(logits: Tensor, bias: Tensor | None, softcap: float | None, needs_slope: bool) -> Tensor | None:
+    """Add the bias and cap the logits in place. Return the derivative of the cap, if needed."""
+    if bias is not None:
+        logits += bias
+    if softcap is None:
+        return None
+    logits.div_(softcap).tanh_()
+    slope = 1 - logits.square() if needs_slope else None
+    logits.mul_(softcap)
+    return slope
 
 
 def _loss_and_grad_single_exp_(logits: Tensor, at: Tensor, needs_grad: bool) -> tuple[Tensor, Tensor]:
@@ -123,7 +129,7 @@ def choose_cross_entropy(
     times. Before its first use it is compared with :func:`cross_entropy_` on a few rows, which syncs the device once
     per process. On a CPU it is slower than :func:`cross_entropy_`.
     """
-    can_run = logits.device.type == "cuda" and dtype.itemsize == 2 and has_values(logits)
+    can_run = logits.device.type == "cuda" and dtype.itemsize == 2 and not has_no_data(logits)
     if not can_run or importlib.util.find_spec("triton") is None:
         return cross_entropy_
     return _checked_kernel(logits.device, logits.size(1), bias is not None, softcap, dtype, padding)

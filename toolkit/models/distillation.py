@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from toolkit.models.cross_entropy import CrossEntropy, _loss_and_grad_, cross_entropy_
+from toolkit.models.cross_entropy import CrossEntropy, _loss_and_grad_, add_bias_and_cap_, cross_entropy_
 from toolkit.models.loss import RowLoss, _chunks, _logits, _Product, chunk_rows
 
 CHUNK_TENSORS = 4
@@ -91,7 +91,7 @@ class DistillationLoss(RowLoss):
             label_losses, label_grad = cross_entropy_(
                 z.clone(), targets[rows], masked, bias, softcap, wants_grad, kernel=_loss_and_grad_
             )
-            slope = _cap(z, bias, softcap, dtype is not None)
+            slope = add_bias_and_cap_(z, bias, softcap, dtype is not None)
             divergences = self._diverge(z, self._teacher_logits(rows, size, padding), dtype is not None)
             if masked is not None:
                 divergences.masked_fill_(masked, 0.0)
@@ -119,7 +119,7 @@ class DistillationLoss(RowLoss):
         logits = self.hidden.new_empty(rows.stop - rows.start, width, dtype=torch.float32)
         _logits([self._product], rows, logits[:, :padded_size])
         common, logits = logits[:, : self.vocab_size], logits[:, :size]
-        _cap(common, self._bias, self.softcap, needs_slope=False)
+        add_bias_and_cap_(common, self._bias, self.softcap, needs_slope=False)
         logits[:, self.vocab_size :] = common.amin(1, keepdim=True)
         return logits
 
@@ -148,15 +148,3 @@ class DistillationLoss(RowLoss):
         if needs_grad:
             p.mul_(ratio.sub_(from_student[:, None])).mul_(scale)
         return from_teacher + scale * from_student
-
-
-def _cap(logits: Tensor, bias: Tensor | None, softcap: float | None, needs_slope: bool) -> Tensor | None:
-    """Add the bias and cap the logits in place. Return the derivative of the cap, if needed."""
-    if bias is not None:
-        logits += bias
-    if softcap is None:
-        return None
-    logits.div_(softcap).tanh_()
-    slope = 1 - logits.square() if needs_slope else None
-    logits.mul_(softcap)
-    return slope

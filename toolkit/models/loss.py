@@ -19,7 +19,13 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from toolkit.models.aligned import aligned_rows
-from toolkit.models.cross_entropy import LARGEST_EXACT_LOSS, CrossEntropy, choose_cross_entropy, cross_entropy_
+from toolkit.models.cross_entropy import (
+    LARGEST_EXACT_LOSS,
+    CrossEntropy,
+    add_bias_and_cap_,
+    choose_cross_entropy,
+    cross_entropy_,
+)
 from toolkit.models.labels import IGNORE_INDEX
 from toolkit.models.mixed_mm import addmm_fp32_, matmul_dtype, mm_out_fp32
 from toolkit.private_torch import has_no_data
@@ -227,8 +233,7 @@ def _replace_inexact(
     if inexact.numel():
         rows = inexact + chunk.start
         logits = _logits(products, rows, torch.empty(rows.numel(), products[0].matrix.size(0), dtype=torch.float32))
-        logits = logits if bias is None else logits + bias
-        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        add_bias_and_cap_(logits, bias, softcap, needs_slope=False)
         losses[inexact] = F.cross_entropy(logits, targets[rows], reduction="none")
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from toolkit.errors import first_line
+from toolkit.private_torch import has_no_data
 
 
 def mm_out_fp32(out: Tensor, a: Tensor, b: Tensor) -> None:
@@ -25,16 +26,14 @@ def addmm_fp32_(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.addmm_(a, b)
     elif not _has_fp32_results(a):
         total += a @ b
-    elif has_values(total):
-        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
-    else:  # addmm with out_dtype has no kernel for meta and fake tensors; mm allocates as little
+    elif has_no_data(total):  # addmm with out_dtype has no kernel for meta and fake tensors; mm allocates as little
         torch.mm(a, b, out_dtype=torch.float32, out=total)
+    else:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
 
 
 def _has_fp32_results(a: Tensor) -> bool:
-    if a.device.type != "cuda":
-        return False
-    return not has_values(a) or _check_fp32_results(a.device, a.dtype)
+    return a.device.type == "cuda" and (has_no_data(a) or _check_fp32_results(a.device, a.dtype))
 
 
 def matmul_dtype(x: Tensor, dtype: torch.dtype | None = None) -> torch.dtype:
@@ -43,11 +42,6 @@ def matmul_dtype(x: Tensor, dtype: torch.dtype | None = None) -> torch.dtype:
     # torch 2.11 compiles torch.amp.is_autocast_available only with a graph break
     is_autocast = device != "meta" and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if is_autocast else dtype or x.dtype
-
-
-def has_values(tensor: Tensor) -> bool:
-    """Return False for meta tensors and FakeTensors, which are used to estimate costs."""
-    return type(tensor) is Tensor and not tensor.is_meta
 
 
 @functools.cache

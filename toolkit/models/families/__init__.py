@@ -176,8 +176,9 @@ class Family:
         try:
             exported = self.from_hf_config(values)
         except UserError as error:
+            reason = str(error).removeprefix("config.json: ")
             raise UserError(
-                f"--model_config.family {config.family}: such a model cannot be exported: {error}"
+                f"--model_config.family {config.family}: this model cannot be exported: {reason}"
             ) from error
         hf_config.require_same(config, exported)
         return values
