@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import closing
 from typing import cast
 
@@ -109,37 +109,25 @@ def generate_batch(
     lengths = list(map(len, lockstep or prompts))
     count, is_apart = min(max_new_tokens, limit - min(lengths)), is_alone or bool(lockstep)
     steps = decode(model, prompts, count, sampling, seeds, cache, notice, cuda_graph, max(lengths), is_apart)
-    is_over = _have_all_ranks_ended if lockstep else all
-    names = names or [""] * len(prompts)
-    return _ended_rows(model, steps, counts, max_new_tokens, set(eos_ids), names, notice, is_over)
 
+    def is_over(has_ended: list[bool]) -> bool:
+        busy = not all(has_ended)
+        return not (ranks.all_reduce_sum(busy=int(busy))["busy"] if lockstep else busy)
 
-def _have_all_ranks_ended(has_ended: list[bool]) -> bool:
-    return not ranks.all_reduce_sum(busy=int(not all(has_ended)))["busy"]
+    def ended_rows() -> Generator[list[int | None], None, None]:
+        with closing(steps):
+            has_ended = [False] * len(counts)
+            for step, tokens in enumerate(steps, 1):
+                has_ended = [ended or token in eos_ids for ended, token in zip(has_ended, tokens, strict=True)]
+                if is_over(has_ended):
+                    return
+                yield [None if ended else token for ended, token in zip(has_ended, tokens, strict=True)]
+                for row, (name, count) in enumerate(zip(names or [""] * len(prompts), counts, strict=True)):
+                    if step == count < max_new_tokens and not has_ended[row]:
+                        context = f"the model's context of {limit} tokens is full"
+                        notice(f"{name}{': ' if name else ''}stopped after {count} new tokens: {context}")
+                    has_ended[row] |= step == count
+                if is_over(has_ended):
+                    return
 
-
-def _ended_rows(
-    model: GPT,
-    steps: Generator[list[int], None, None],
-    counts: list[int],
-    max_new_tokens: int,
-    eos_ids: set[int],
-    names: Sequence[str],
-    notice: Report,
-    is_over: Callable[[list[bool]], bool],
-) -> Generator[list[int | None], None, None]:
-    """Yield the next token of each row, None for rows that have ended. See :func:`generate_batch`."""
-    with closing(steps):
-        has_ended = [False] * len(counts)
-        for step, tokens in enumerate(steps, 1):
-            has_ended = [ended or token in eos_ids for ended, token in zip(has_ended, tokens, strict=True)]
-            if is_over(has_ended):
-                return
-            yield [None if ended else token for ended, token in zip(has_ended, tokens, strict=True)]
-            for row, (name, count) in enumerate(zip(names, counts, strict=True)):
-                if step == count < max_new_tokens and not has_ended[row]:
-                    context = f"the model's context of {model.config.block_size} tokens is full"
-                    notice(f"{name}{': ' if name else ''}stopped after {count} new tokens: {context}")
-                has_ended[row] |= step == count
-            if is_over(has_ended):
-                return
+    return ended_rows()
