@@ -116,14 +116,10 @@ class AttentionMaskBuilder(MaskBuilder):
         n_keys = total if window is None else min(total, self._n_new + window - 1)
         queries = torch.arange(self._n_cached, total, device=self._device)[:, None]
         keys = torch.arange(total - n_keys, total, device=self._device)
-        mask = keys <= queries
-        if window is not None:
-            mask &= keys > queries - window
+        mask = _visible_keys(queries, keys, window, self._starts)
         if self._documents is not None:
             of_queries, of_keys = self._documents[:, self._n_cached : total], self._documents[:, total - n_keys : total]
             mask = (mask & (of_queries[:, :, None] == of_keys[:, None]))[:, None]
-        if self._starts is not None:  # padding attends to itself, because a softmax over no keys is NaN
-            mask = (mask & (keys >= self._starts[:, None, None, None])) | (keys == queries)
         return AttentionMask(n_keys, mask)
 
     def _kernel_mask(self, window: int | None) -> FlashMask | FlexMask | None:
@@ -169,15 +165,23 @@ class FixedShapeMaskBuilder(MaskBuilder):
         starts: See :class:`AttentionMaskBuilder`.
     """
 
-    def __init__(self, position: Tensor, n_keys: int, starts: Tensor | None = None) -> None:
+    def __init__(self, position: Tensor, n_keys: int, starts: Tensor | None) -> None:
         super().__init__(n_keys)
         self._position, self._starts = position, starts
 
     def _build(self, window: int | None) -> AttentionMask:
         keys = torch.arange(self._longest, device=self._position.device)
-        mask = (keys <= self._position)[None]
-        if window is not None:
-            mask = mask & (keys > self._position - window)
-        if self._starts is not None:
-            mask = (mask & (keys >= self._starts[:, None, None, None])) | (keys == self._position)
-        return AttentionMask(self._longest, mask)
+        return AttentionMask(self._longest, _visible_keys(self._position[None], keys, window, self._starts))
+
+
+def _visible_keys(queries: Tensor, keys: Tensor, window: int | None, starts: Tensor | None) -> Tensor:
+    """Return the mask, (n_new, n_keys) or (B, 1, n_new, n_keys), of queries and keys at these positions.
+
+    queries: (n_new, 1), keys: (n_keys,). ``starts``: see :class:`AttentionMaskBuilder`.
+    """
+    mask = keys <= queries
+    if window is not None:
+        mask &= keys > queries - window
+    if starts is not None:  # padding attends to itself, because a softmax over no keys is NaN
+        mask = (mask & (keys >= starts[:, None, None, None])) | (keys == queries)
+    return mask
