@@ -224,16 +224,16 @@ class ModelConfig:
         parts = [n for name in ("qk_nope_head_dim", "qk_rope_head_dim") if isinstance(n := sizes.get(name), int)]
         if len(parts) == 2:
             return sum(parts)
-        self._require(self.n_embd % self.n_head == 0, "n_embd", f"must be a multiple of n_head {self.n_head}")
+        self.require(self.n_embd % self.n_head == 0, "n_embd", f"must be a multiple of n_head {self.n_head}")
         return self.n_embd // self.n_head
 
-    def _require(self, ok: bool, name: str, hint: str) -> None:
+    def require(self, ok: bool, name: str, hint: str) -> None:
         """Raise a UserError about the field ``name`` unless ``ok``."""
         require_option(ok, f"{GROUP}{name}", getattr(self, name), hint)
 
     def _check_combinations(self) -> None:
         """Check field combinations after all derived fields are set."""
-        require, padded = self._require, self.padded_vocab_size
+        require, padded = self.require, self.padded_vocab_size
         self._check_latent_attention()
         require(self.n_head % self.n_query_groups == 0, "n_query_groups", f"must divide n_head {self.n_head}")
         is_even = self.position_embedding != "rope" or self.rope_n_elem % 2 == 0
@@ -259,7 +259,7 @@ class ModelConfig:
         for name, allowed in PER_LAYER.items():
             values, listed = getattr(self, name), " or ".join(map(str, allowed))
             is_valid = values is None or (len(values) == self.n_layer and set(values) <= set(allowed))
-            self._require(is_valid, name, f"must contain {listed} for each of the {self.n_layer} layers")
+            self.require(is_valid, name, f"must contain {listed} for each of the {self.n_layer} layers")
         if 1 in (self.rope_indices or ()) and self.rope_local_base_freq is None:
             raise UserError(f"{FLAG}rope_indices: layers with index 1 need {FLAG}rope_local_base_freq")
         for name in ("short_factor", "long_factor") if self.rope_kind == "longrope" else ():
@@ -276,7 +276,7 @@ class ModelConfig:
         required_sizes = [n for name, n in sizes.items() if name != "q_lora_rank" or n is not None]
         are_valid = all(type(n) is int and 0 < n <= MAX_SIZE for n in required_sizes)
         hint = f"must have {', '.join(LATENT_ATTENTION)}, each between 1 and {MAX_SIZE:,}"
-        self._require(sizes.keys() == set(LATENT_ATTENTION) and are_valid, "latent_attention", hint)
+        self.require(sizes.keys() == set(LATENT_ATTENTION) and are_valid, "latent_attention", hint)
         required = {
             "position_embedding": "rope", "norm_qk": False, "clip_qkv": None, "attention_sinks": False,
             "attention_logit_softcapping": None, "bias": False, "attn_bias": False, "attn_proj_bias": False,
@@ -285,7 +285,7 @@ class ModelConfig:
             "query_scaling_beta": None,
         }  # fmt: skip
         for name, value in required.items():
-            self._require(getattr(self, name) == value, name, f"must be {value} with latent_attention")
+            self.require(getattr(self, name) == value, name, f"must be {value} with latent_attention")
 
     @property
     def rope_kind(self) -> str | None:

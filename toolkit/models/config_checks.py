@@ -71,10 +71,7 @@ def check_values(values: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
 
 def check_experts(config: Any) -> None:
     """Check the expert counts of a ModelConfig, and that grouped_mm supports the widths."""
-
-    def require(ok: bool, name: str, hint: str) -> None:
-        require_option(ok, f"{GROUP}{name}", getattr(config, name), hint)
-
+    require = config.require
     if config.mlp_class_name != "LLaMAMoE":
         for name in MOE_FIELDS:
             is_default = getattr(config, name) == getattr(type(config), name)
