@@ -39,7 +39,7 @@ def test_frozen_parameters_are_in_no_group():
 
 
 def build(precision="32-true", **options):
-    resolved = resolve_optimizer(OptimizerArgs(**options), precision, PRETRAIN)
+    resolved = resolve_optimizer(OptimizerArgs(**options), PRETRAIN)
     model = Small()
     return build_optimizer(model, resolved, 1e-3, precision, no_decay_params(model))
 
@@ -92,6 +92,6 @@ def test_the_names_for_checks_without_torch_are_those_of_torch():
 def test_messages_have_booleans_as_on_the_command_line():
     args = OptimizerArgs(name="Adafactor", options={"amsgrad": True})
     with pytest.raises(UserError, match="^--optimizer.options amsgrad true: Adafactor takes no such option"):
-        resolve_optimizer(args, "32-true", PRETRAIN)
+        resolve_optimizer(args, PRETRAIN)
     with pytest.raises(UserError, match="^--profiler.with_stack true: has no effect"):
         require_option(False, "profiler.with_stack", True, "has no effect")

@@ -198,7 +198,7 @@ def test_a_step_of_the_first_run_has_few_kernels_and_one_read(fabric, monkeypatc
     monkeypatch.setattr(loss, "_replace_inexact", lambda *_: None)
     options = yaml.safe_load((ROOT / "config_hub/pretrain/default.yaml").read_text())
     config = replace(get_config(options["model_name"]), **options["model_config"]).with_vocab_size(4096)
-    model, resolved = GPT(config), resolve_optimizer(OptimizerArgs(name="Muon"), "32-true", PRETRAIN)
+    model, resolved = GPT(config), resolve_optimizer(OptimizerArgs(name="Muon"), PRETRAIN)
     inside = block_params(model, (Block,))
     muon = build_optimizer(model, resolved, 1e-3, "32-true", no_decay_params(model), in_blocks=inside)
     wrapped, optimizer = fabric.setup(model, muon)

@@ -64,7 +64,7 @@ def build(precision="32-true", name="AdamW", **options):
     if precision == "bf16-master":
         model.bfloat16()
     extra = {"options": {"momentum": 0.9}} if name == "SGD" else {}
-    resolved = resolve_optimizer(OptimizerArgs(name=name, **extra, **options), precision, PRETRAIN)
+    resolved = resolve_optimizer(OptimizerArgs(name=name, **extra, **options), PRETRAIN)
     inside = {"block.weight": (), "block.bias": ()}
     return model, build_optimizer(model, resolved, 1e-2, precision, no_decay_params(model), in_blocks=inside)
 
@@ -257,7 +257,7 @@ def test_muon_is_torch_muon_beside_torch_adamw():
 def test_muon_orthogonalizes_queries_keys_and_values_one_by_one():
     for name in ("qwen3-moe", "deepseek-v2"):
         model = GPT(ModelConfig(block_size=64, n_layer=2, n_embd=64, n_head=4, **NATIVE_CONFIGS[name]))
-        options = resolve_optimizer(OptimizerArgs(name="Muon"), "32-true", PRETRAIN)
+        options = resolve_optimizer(OptimizerArgs(name="Muon"), PRETRAIN)
         optimizer = build_optimizer(
             model, options, 1e-2, "32-true", no_decay_params(model), in_blocks=block_params(model, (Block,))
         )
@@ -470,7 +470,7 @@ def test_gpu_masters_learn_as_fp32_weights_do(name):
         if precision == "bf16-master":
             model.bfloat16()
         dtype = "bf16" if precision == "bf16-master" and name not in ("SGD", "AdamW8bit", "Adafactor") else AUTO
-        options = resolve_optimizer(OptimizerArgs(name=name, state_dtype=dtype), precision, PRETRAIN)
+        options = resolve_optimizer(OptimizerArgs(name=name, state_dtype=dtype), PRETRAIN)
         in_blocks = block_params(model, (Block,))
         optimizer = build_optimizer(model, options, 1e-3, precision, no_decay_params(model), in_blocks=in_blocks)
         for _ in range(20):

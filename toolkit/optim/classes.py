@@ -17,7 +17,7 @@ from toolkit.optim.adafactor import ShardedAdafactor
 from toolkit.optim.bf16 import BF16Optimizer
 from toolkit.optim.evaluation_weights import begin_training
 from toolkit.optim.groups import parameter_groups
-from toolkit.optim.hybrid import HybridOptimizer, Muon
+from toolkit.optim.hybrid import HybridOptimizer, Muon, can_fuse
 
 HYBRID: dict[str, type[HybridOptimizer]] = {name: getattr(hybrid, name) for name in HYBRID_OPTIMIZERS}
 UNSUPPORTED = {
@@ -45,10 +45,7 @@ def optimizer_class(name: str) -> type[Optimizer]:
 
 
 def resolve_optimizer(
-    args: OptimizerArgs,
-    precision: str,
-    defaults: CommandDefaults,
-    user_class: type[Optimizer] | None = None,
+    args: OptimizerArgs, defaults: CommandDefaults, user_class: type[Optimizer] | None = None
 ) -> dict[str, Any]:
     """Return the optimizer's resolved options, including ``name``.
 
@@ -104,7 +101,7 @@ def build_optimizer(
     if "weight_decay" not in takes and ratio == 1:
         groups = [{"params": [p for group in groups for p in group["params"]]}]
     if "fused" in takes and precision != "16-mixed" and not {"fused", "foreach"} & arguments.keys():
-        arguments["fused"] = all(p.device.type in ("cuda", "cpu", "mps") for p in model.parameters())
+        arguments["fused"] = can_fuse(model.parameters())
     if cls is torch.optim.Adafactor and any(map(is_sharded, model.parameters())):
         cls = ShardedAdafactor
     try:

@@ -47,9 +47,8 @@ class HybridOptimizer(torch.optim.Optimizer):
         if main:
             self._main = build_main(main)
         if others:
-            self._adamw = torch.optim.AdamW(
-                others, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps, fused=_can_fuse(others)
-            )
+            fused = can_fuse(p for group in others for p in group["params"])
+            self._adamw = torch.optim.AdamW(others, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps, fused=fused)
 
     @staticmethod
     def is_main(parameter: nn.Parameter, is_in_block: bool, decays: bool) -> bool:
@@ -157,5 +156,6 @@ def state_bytes_8bit(elements: int) -> float:
     return 2 * (elements + 4 * -(-elements // QUANTIZED_BLOCK))
 
 
-def _can_fuse(groups: Iterable[dict[str, Any]]) -> bool:
-    return all(p.device.type in ("cuda", "cpu", "mps") for group in groups for p in group["params"])
+def can_fuse(parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether torch's fused optimizers support the devices of these parameters."""
+    return all(p.device.type in ("cuda", "cpu", "mps") for p in parameters)

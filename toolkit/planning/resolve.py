@@ -163,7 +163,7 @@ def resolve(args: RunArgs, devices: DeviceSpec, complete_model: Callable[[], Mod
     )
     if args.train.fp8 != "none":
         require_fp8(args.train.fp8, devices.device, checks_gpu=devices.has_bf16 is None)
-    optimizer = resolve_optimizer(args.optimizer, precision, args.defaults, args.optimizer_class)
+    optimizer = resolve_optimizer(args.optimizer, args.defaults, args.optimizer_class)
     cls = args.optimizer_class or optimizer_class(args.optimizer.name)
     if (is_schedule_free := sets_weights(cls)) and args.train.lr_schedule == TrainArgs.lr_schedule:
         args = with_options(args, {"train.lr_schedule": "constant"})
