@@ -44,7 +44,7 @@ def continue_texts(
     """Yield one continuation per prompt and seed. The batch size changes only the rounding of matrix products.
 
     Args:
-        model: See :func:`toolkit.inference.generate.generate`.
+        model: See :func:`toolkit.inference.generate.generate_batch`.
         tokenizer: The model's tokenizer.
         prompts: Texts to continue.
         max_new_tokens: Maximum number of new tokens per continuation.

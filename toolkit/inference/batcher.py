@@ -83,7 +83,7 @@ class Batcher(threading.Thread):
     into a row of the KV cache, left-padded: all rows end at the same column.
 
     Args:
-        model: See :func:`toolkit.inference.generate.generate`. If its rows are not independent, it gets one row.
+        model: See :func:`toolkit.inference.generate.generate_batch`. If its rows are not independent, it gets one row.
         n_rows: Maximum number of requests in the batch.
         max_length: Maximum number of tokens of a request's prompt and answer.
 

@@ -29,7 +29,7 @@ class Decoder:
     """Prompts and new tokens of a batch, on the device. A step does not synchronize with the host.
 
     Args:
-        model: See :func:`toolkit.inference.generate.generate`.
+        model: See :func:`toolkit.inference.generate.generate_batch`.
         cache: An empty KV cache, or one that holds a prefix of the single prompt.
         prompts: Token ids of each prompt, (T,) int64, T >= 1.
         count: Maximum number of new tokens.
@@ -171,8 +171,8 @@ def decode(
 ) -> Generator[list[int], None, None]:
     """Yield the next token of each row ``count`` times, without stopping at end-of-sequence tokens.
 
-    Arguments: see :class:`Decoder` and :func:`toolkit.inference.generate.generate`. When the caller stops, the KV cache
-    holds the yielded tokens except the last.
+    Arguments: see :class:`Decoder` and :func:`toolkit.inference.generate.generate_batch`. When the caller stops, the KV
+    cache holds the yielded tokens except the last.
     """
     capacity = max(width, *map(len, prompts)) + count
     cache = model.make_cache(len(prompts), capacity) if cache is None else cache

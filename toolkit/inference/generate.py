@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import closing
-from typing import cast
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -24,41 +24,16 @@ def _print(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def generate(
-    model: GPT,
-    prompt_ids: Tensor,
-    *,
-    max_new_tokens: int,
-    sampling: Sampling = _SAMPLING,
-    eos_ids: Collection[int] = (),
-    seed: int | None = None,
-    cache: KVCache | None = None,
-    cuda_graph: bool = True,
-    notice: Report = _print,
-) -> Iterator[int]:
-    """Yield the tokens that follow a prompt.
-
-    Ends after ``max_new_tokens``, at a token in ``eos_ids`` (not yielded), or when prompt and new tokens fill the
-    model's ``block_size``, which is reported through ``notice``.
-
-    With several ranks, all ranks must call this and consume all tokens (S6); all get the tokens of rank 0.
+def generate(model: GPT, prompt_ids: Tensor, *, seed: int | None = None, **options: Any) -> Iterator[int]:
+    """Yield the tokens that follow a prompt: :func:`generate_batch` with one row.
 
     Args:
-        model: Model in evaluation mode, on the compute device, in the compute dtype. Fabric may wrap it.
+        model: See :func:`generate_batch`.
         prompt_ids: Token ids of the prompt, (T,) int64, T >= 1.
-        max_new_tokens: Maximum number of new tokens.
-        sampling: How to choose the tokens.
-        eos_ids: End-of-sequence tokens.
         seed: Sampling seed; None for torch's default generator.
-        cache: KV cache of a proper prefix of the prompt. The remaining prompt tokens and the new tokens, except the
-            last, are added to it.
-        cuda_graph: Whether to decode with a CUDA graph, if possible. It needs additional memory.
-        notice: Called with one line for the user.
+        options: Further arguments of :func:`generate_batch`.
     """
-    rows = generate_batch(
-        model, [prompt_ids], max_new_tokens=max_new_tokens, sampling=sampling, eos_ids=eos_ids, seeds=[seed],
-        cache=cache, cuda_graph=cuda_graph, notice=notice,
-    )  # fmt: skip
+    rows = generate_batch(model, [prompt_ids], seeds=[seed], **options)
     return (cast(int, token) for (token,) in rows)  # the only row ends with the batch
 
 
@@ -80,19 +55,29 @@ def generate_batch(
     """Continue several prompts together; yield the next token of each row, None for rows that have ended.
 
     Each row equals the output of :func:`generate` for its prompt and seed, up to rounding in matrix products.
-    Shorter prompts are padded on the left; the padding is masked and has no position. Ends when all rows have ended.
+    Shorter prompts are padded on the left; the padding is masked and has no position.
+
+    A row ends after ``max_new_tokens``, at a token in ``eos_ids`` (not yielded), or when prompt and new tokens fill the
+    model's ``block_size``, which is reported through ``notice``. Ends when all rows have ended.
+
+    With several ranks, all ranks must call this and consume all tokens (S6); all get the tokens of rank 0.
 
     Args:
+        model: Model in evaluation mode, on the compute device, in the compute dtype. Fabric may wrap it.
         prompts: Token ids of each prompt, (T,) int64, T >= 1. One prompt only, if the model's rows are not independent
             (:class:`~toolkit.models.gpt.GPT`).
+        max_new_tokens: Maximum number of new tokens.
+        sampling: How to choose the tokens.
+        eos_ids: End-of-sequence tokens.
         seeds: Sampling seed of each row; None for torch's default generator.
-        cache: See :func:`generate`; only with one prompt.
+        cache: KV cache of a proper prefix of the only prompt. The remaining prompt tokens and the new tokens, except
+            the last, are added to it.
+        cuda_graph: Whether to decode with a CUDA graph, if possible. It needs additional memory.
         names: Names of the prompts in notices; by default none.
+        notice: Called with one line for the user.
         is_alone: Whether this rank generates without the others, with a complete model.
         lockstep: The prompts of all ranks, if each rank generates its own with sharded weights: all ranks then take
             equally many forward passes. Not supported with longrope.
-
-    Other arguments: see :func:`generate`.
     """
     require_option(max_new_tokens > 0, "max_new_tokens", max_new_tokens, "must be greater than zero")
     limit = model.config.block_size

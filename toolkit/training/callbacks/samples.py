@@ -31,7 +31,7 @@ class Sampler(Callback):
 
     Args:
         prompt: Token ids of the prompt.
-        max_new_tokens: See :func:`toolkit.inference.generate.generate`.
+        max_new_tokens: See :func:`toolkit.inference.generate.generate_batch`.
         tokenizer: Decodes the sample; if None, token ids are printed.
     """
 
