@@ -27,14 +27,14 @@ class HybridOptimizer(torch.optim.Optimizer):
 
     Args:
         params: Parameter groups; ``main`` is True by default.
-        build_main: Builds the main optimizer from its groups.
+        build_main: Builds the main optimizer from its groups, with lr and weight_decay.
         lr, weight_decay, betas, eps: Passed to AdamW, which is fused.
     """
 
     def __init__(
         self,
         params: Any,
-        build_main: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+        build_main: Callable[..., torch.optim.Optimizer],
         *,
         lr: float,
         weight_decay: float,
@@ -45,7 +45,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         self._main = self._adamw = None
         main, others = self._split()
         if main:
-            self._main = build_main(main)
+            self._main = build_main(main, lr=lr, weight_decay=weight_decay)
         if others:
             fused = can_fuse(p for group in others for p in group["params"])
             self._adamw = torch.optim.AdamW(others, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps, fused=fused)
@@ -95,10 +95,7 @@ class Muon(HybridOptimizer):
         adjust_lr_fn: str = "match_rms_adamw",
         split_qkv: bool = False,
     ) -> None:
-        build = partial(
-            StackedMuon, lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov, ns_steps=ns_steps,
-            adjust_lr_fn=adjust_lr_fn,
-        )  # fmt: skip
+        build = partial(StackedMuon, momentum=momentum, nesterov=nesterov, ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn)
         super().__init__(params, build, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps)
 
     @staticmethod
@@ -124,7 +121,7 @@ class AdamW8bit(HybridOptimizer):
         require_bitsandbytes("--optimizer.name AdamW8bit")
         from bitsandbytes.optim import AdamW8bit as EightBit
 
-        build = partial(EightBit, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps)
+        build = partial(EightBit, betas=betas, eps=eps)
         super().__init__(params, build, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps)
         for parameter in (p for group in self._split()[0] for p in group["params"]):
             _require_equal_blocks(parameter)

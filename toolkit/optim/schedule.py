@@ -37,9 +37,7 @@ class Schedule:
         if self.shape == "wsd":
             start = max(start, self.total_steps - max(1, round(WSD_DECAY_FRACTION * self.total_steps)))
         progress = min(max(0.0, (step - start) / max(1, self.total_steps - 1 - start)), 1.0)
-        factor = {"cosine": 0.5 * (1 + math.cos(math.pi * progress)), "linear": 1 - progress, "wsd": 1 - progress}[
-            self.shape
-        ]
+        factor = 0.5 * (1 + math.cos(math.pi * progress)) if self.shape == "cosine" else 1 - progress
         return self.minimum + (self.peak - self.minimum) * factor
 
 
