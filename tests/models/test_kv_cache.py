@@ -8,7 +8,7 @@ from toolkit.models.kv_cache import KVCache, LayerCache
 def test_one_cache_per_layer_of_the_right_size():
     config = ModelConfig(n_layer=3, n_head=4, n_query_groups=2, n_embd=32, head_size=16, vocab_size=8)
     cache = KVCache(config, batch_size=5, max_length=7, dtype=torch.bfloat16)
-    assert len(cache) == 3 and cache.length == 0
+    assert len(cache.layers) == 3 and cache.length == 0
     for layer in cache:
         assert layer.keys.shape == layer.values.shape == (5, 2, 7, 16)
         assert layer.keys.dtype == torch.bfloat16

@@ -80,11 +80,10 @@ class CausalSelfAttention(nn.Module):
 
     def _apply_qk_norm(self, qk: Tensor, norms: tuple[Norm, Norm]) -> Tensor:
         """Apply QK-norm to (B, T, heads + groups, head_size), per head or over all heads of a token."""
-        width = norms[0].normalized_shape[0]
         parts = qk.split((self.n_head, self.n_groups), dim=2)
-        if width == self.head_size:
-            return torch.cat([norm(part) for norm, part in zip(norms, parts, strict=True)], dim=2)
-        return torch.cat([norm(part.flatten(2)).view_as(part) for norm, part in zip(norms, parts, strict=True)], dim=2)
+        start = -1 if norms[0].normalized_shape[0] == self.head_size else 2  # of the normalized dimensions
+        pairs = zip(norms, parts, strict=True)
+        return torch.cat([norm(part.flatten(start)).view_as(part) for norm, part in pairs], dim=2)
 
 
 def visible_keys(k: Tensor, v: Tensor, attn_mask: AttentionMask, cache: LayerCache | None) -> tuple[Tensor, Tensor]:

@@ -89,9 +89,8 @@ def choose_kernel(
         has_context: Queries are of a part of each row, see :mod:`toolkit.models.context_parallel`.
     """
     device = x.device
-    if (
-        device.type not in DEVICES or torch.compiler.is_compiling()
-    ):  # compiling the complete model, which cannot include the self-check
+    # compiling the complete model cannot include the self-check
+    if device.type not in DEVICES or torch.compiler.is_compiling():
         return None
     kernel = kernel_of(config, has_documents, has_context)
     dtype = matmul_dtype(x)
@@ -109,9 +108,8 @@ def choose_kernel(
         has_documents,
         has_context,
     )
-    if has_no_data(x):  # planning uses meta tensors, which have no values to compare
-        return kernel
-    return kernel if _passes(case) else None
+    # planning uses meta tensors, which have no values to compare
+    return kernel if has_no_data(x) or _passes(case) else None
 
 
 @functools.cache

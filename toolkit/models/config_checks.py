@@ -56,7 +56,8 @@ def check_values(values: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
             raise UserError(f"{FLAG}{name} {value!r}: must be {expected}")
         elif type(value) in (int, float):
             bound = "must not be negative" if name in _NONNEGATIVE else "must be greater than zero"
-            require_option(_is_in_range(name, value), f"{GROUP}{name}", value, bound)
+            is_in_range = value > 0 or name in _UNBOUNDED or (value == 0 and name in _NONNEGATIVE)
+            require_option(is_in_range, f"{GROUP}{name}", value, bound)
             maximum = MAX_LAYERS if name == "n_layer" else MAX_SIZE
             is_small = type(value) is float or value <= maximum
             require_option(is_small, f"{GROUP}{name}", value, f"must be at most {maximum:,}")
@@ -112,10 +113,6 @@ def has_type(value: Any, types: tuple[type, ...]) -> bool:
     if float in types and type(value) in (int, float):
         return math.isfinite(value)
     return type(value) in types
-
-
-def _is_in_range(name: str, value: float) -> bool:
-    return value > 0 or name in _UNBOUNDED or (value == 0 and name in _NONNEGATIVE)
 
 
 def rope_kind(adjustments: dict[str, Any] | None) -> str | None:

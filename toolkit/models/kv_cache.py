@@ -97,9 +97,6 @@ class KVCache:
     def __getitem__(self, layer: int) -> LayerCache:
         return self.layers[layer]
 
-    def __len__(self) -> int:
-        return len(self.layers)
-
     @property
     def capacity(self) -> int:
         """Number of allocated positions."""

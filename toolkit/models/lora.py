@@ -48,10 +48,10 @@ def add_lora(model: GPT, config: LoRAConfig) -> None:
         dense: nn.Module | None = block.mlp
         if isinstance(dense, LLaMAMoE):
             _adapt(dense, "gate", config, {_ALL_ROWS: config.router})
-            _adapt_all(dense.experts, StackedLinear, config, config.experts)
+            _adapt_all(dense.experts, config, config.experts)
             dense = dense.shared_expert
         if dense is not None:
-            _adapt_all(dense, nn.Linear, config, config.mlp)
+            _adapt_all(dense, config, config.mlp)
     if model.config.head is None:
         _adapt(model, "lm_head", config, {_ALL_ROWS: config.head})
     else:
@@ -130,11 +130,10 @@ def attention_rows(config: ModelConfig) -> dict[str, dict[str, range]]:
     return {"qkv": {"query": range(q), "key": range(q, q + kv), "value": range(q + kv, q + 2 * kv)}}
 
 
-def _adapt_all(owner: nn.Module, kind: type[nn.Module], config: LoRAConfig, is_adapted: bool) -> None:
-    """Replace all layers of a class."""
-    for name, layer in list(owner.named_children()):
-        if isinstance(layer, kind):
-            _adapt(owner, name, config, {_ALL_ROWS: is_adapted})
+def _adapt_all(owner: nn.Module, config: LoRAConfig, is_adapted: bool) -> None:
+    """Replace all layers of an MLP or of its experts."""
+    for name, _ in list(owner.named_children()):
+        _adapt(owner, name, config, {_ALL_ROWS: is_adapted})
 
 
 def _adapt(owner: nn.Module, name: str, config: LoRAConfig, parts: dict[str, range | bool]) -> None:

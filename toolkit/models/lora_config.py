@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from toolkit.errors import UserError, require_option
 
+Quantize = Literal["bnb.nf4", "bnb.nf4-dq"]
 # The parts of the model that can have adapters, each a field of LoRAConfig.
 PARTS = ("query", "key", "value", "projection", "mlp", "head", "experts", "router")
 
@@ -130,4 +131,4 @@ class LoRAOptions:
     lora_dora: bool = False
     loraplus_lr_ratio: float = 1.0
     from_peft: str | None = None
-    quantize: Literal["bnb.nf4", "bnb.nf4-dq"] | None = None
+    quantize: Quantize | None = None

@@ -70,6 +70,7 @@ class XieluMLP(GptNeoxMLP):
 
 def make_mlp(config: ModelConfig) -> nn.Module:
     """Return the MLP of a layer without experts."""
-    dense: tuple[type[LLaMAMLP | GptNeoxMLP], ...] = (LLaMAMLP, GemmaMLP, GptNeoxMLP, XieluMLP)
-    by_name = {kind.__name__: kind for kind in dense} | {"LLaMAMoE": LLaMAMLP}
-    return by_name[config.mlp_class_name](config)
+    kinds: dict[str, type[LLaMAMLP | GptNeoxMLP]] = {
+        "GemmaMLP": GemmaMLP, "GptNeoxMLP": GptNeoxMLP, "XieluMLP": XieluMLP,
+    }  # fmt: skip
+    return kinds.get(config.mlp_class_name, LLaMAMLP)(config)

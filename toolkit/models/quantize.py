@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from toolkit.errors import require_bitsandbytes, require_option
 from toolkit.models.aligned import AlignedLinear
 from toolkit.models.gpt import GPT
+from toolkit.models.lora_config import Quantize as Quantize
 from toolkit.models.lora_layers import LoRALinear, replace_linear
 from toolkit.models.moe import LoRAStackedLinear, StackedLinear
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:  # it needs bitsandbytes
 
 BLOCK = 64  # weights per quantization scale
 
-Quantize = Literal["bnb.nf4", "bnb.nf4-dq"]
 NESTED: Quantize = "bnb.nf4-dq"
 
 
