@@ -150,7 +150,7 @@ def nested(kind: str, scaling: dict[str, Any]) -> dict[str, Any]:
         ("mistral", {"sliding_window": 0}, "sliding_window 0: must be greater than zero"),
         ("gemma2", {"sliding_window": None}, "sliding_window None: must be greater than zero"),
         ("gemma2", {"query_pre_attn_scalar": 20.5}, "query_pre_attn_scalar 20.5: must be an integer"),
-        ("gemma2", {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping 0.0: must be a number greater than zero"),
+        ("gemma2", {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping 0.0: must be greater than zero"),
         ("qwen2", {"use_sliding_window": True, "layer_types": [SLIDING]}, "layer_types names 1 layers: must be"),
         ("qwen2", {"sliding_window": 8, "layer_types": [SLIDING] * 2}, "use_sliding_window False: layer_types has"),
         ("smollm3", {"no_rope_layers": [1]}, r"no_rope_layers \[1\]: must contain 0 or 1 for each of the 2 layers"),

@@ -4,7 +4,6 @@ from functools import partial
 
 from toolkit.models.config import Fields, ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
-from toolkit.models.families.hf_keys import require_key
 
 # Default of transformers' class.
 _ROPE: Fields = {
@@ -17,11 +16,7 @@ CONFIGS: list[ModelConfig] = []
 
 def from_hf_config(config_json: Fields) -> ModelConfig:
     hf_config.require_hf(config_json, hidden_act=("xielu",))
-    if config_json.get("rope_parameters") is None and not config_json.get("rope_scaling"):
-        theta = config_json.get("rope_theta", _ROPE["rope_theta"])
-        hint = "transformers ignores it without rope_parameters; write it there, with the other keys"
-        require_key(theta == _ROPE["rope_theta"], "rope_theta", theta, hint)
-        config_json = config_json | {"rope_parameters": _ROPE}
+    config_json = hf_rope.with_default_rope(config_json, _ROPE)
     return ModelConfig(
         **hf_config.read_decoder({"rms_norm_eps": 1e-5} | config_json, vocab_size=131072, block_size=65536),
         **hf_rope.read_rope(config_json, default_theta=_ROPE["rope_theta"]),
@@ -32,9 +27,8 @@ def from_hf_config(config_json: Fields) -> ModelConfig:
 
 
 def to_hf_config(config: ModelConfig) -> Fields:
-    scaling = hf_config.write_rope_scaling(config) or {"rope_type": "default"}
-    rope = {"rope_parameters": scaling | {"rope_theta": config.rope_base}}  # its default is scaled
-    return hf_config.write_decoder(config, "ApertusForCausalLM", hidden_act="xielu", **rope)
+    rope = hf_config.write_rope_parameters(config)
+    return hf_config.write_decoder(config, "ApertusForCausalLM", hidden_act="xielu", rope_parameters=rope)
 
 
 def _mlp(config: ModelConfig, native: str, hf: str) -> tables.WeightMap:

@@ -101,7 +101,7 @@ def to_hf_config(config: ModelConfig) -> Fields:
     values = {
         **(config.latent_attention or {}),
         "aux_loss_alpha": config.router_aux_loss_coef * config.n_expert_per_token,
-        "first_k_dense_replace": _dense_layers(config),
+        "first_k_dense_replace": config.n_layer - config.n_moe_layer,
         "head_dim": config.rope_n_elem,
         "moe_intermediate_size": config.expert_size,
         "moe_layer_freq": 1,
@@ -142,11 +142,6 @@ def _attention(config: ModelConfig, native: str, hf: str) -> tables.WeightMap:
     heads = tables.interleave_heads(config.n_head, nope, sizes["v_head_dim"])
     maps += tables.linear(f"{native}.kv_b", f"{hf}.kv_b_proj", False, heads)
     return maps + tables.linear(f"{native}.proj", f"{hf}.o_proj", False)
-
-
-def _dense_layers(config: ModelConfig) -> int:
-    """Return the number of dense layers at the start."""
-    return sum(not config.has_experts(i) for i in range(config.n_layer))
 
 
 _experts = partial(tables.experts, shared="shared_experts", correction="gate.e_score_correction_bias")

@@ -11,7 +11,7 @@ from toolkit.models.families.hf_keys import require_key
 
 CONFIGS: list[ModelConfig] = []
 
-# Defaults of transformers' classes, and aliases that they write.
+# Defaults of transformers' classes.
 _DEFAULTS: Fields = {
     "ernie4_5": {"head_dim": 128, "num_key_value_heads": 2},
     "ernie4_5_moe": {
@@ -19,22 +19,18 @@ _DEFAULTS: Fields = {
         "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1,
     },
 }  # fmt: skip
-_ALIASES = {"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"}
 
 
 def from_hf_config(config_json: Fields) -> ModelConfig:
     hf_config.require_silu(config_json)
-    aliases = {name: config_json[alias] for alias, name in _ALIASES.items() if alias in config_json}
+    aliases = hf_config.read_aliases(config_json, {"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"})
     config_json = {"rms_norm_eps": 1e-5} | _DEFAULTS[config_json["model_type"]] | aliases | config_json
+    has_experts = config_json["model_type"] == "ernie4_5_moe"
     return ModelConfig(
         **hf_config.read_decoder(config_json, vocab_size=103424, block_size=131072, tied=True),
         **hf_rope.read_rope(config_json, default_theta=500000.0),
-        **(_read_experts(config_json) if config_json["model_type"] == "ernie4_5_moe" else _read_bias(config_json)),
+        **(_read_experts(config_json) if has_experts else {"bias": config_json.get("use_bias", False)}),
     )
-
-
-def _read_bias(config_json: Fields) -> Fields:
-    return {"bias": config_json.get("use_bias", False)}
 
 
 def _read_experts(config_json: Fields) -> Fields:

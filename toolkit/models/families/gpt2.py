@@ -45,9 +45,9 @@ ALIASES = {
     "gpt2-1.5b": "gpt2-xl",
 }
 
-_ALIAS_KEYS = {
-    "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
-    "n_positions": "max_position_embeddings",
+_ALIASES_OF_KEYS = {
+    "hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
 }  # fmt: skip
 _SIZES = {"n_layer": 12, "n_head": 12, "n_embd": 768}  # of the class
 _GELU = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "none"}
@@ -57,9 +57,7 @@ def from_hf_config(config_json: Fields) -> ModelConfig:
     disabled = dict.fromkeys(("scale_attn_by_inverse_layer_idx", "add_cross_attention"), (False,))
     hf_config.require_hf(config_json, activation_function=tuple(_GELU), scale_attn_weights=(True,), **disabled)
     # transformers gives these aliases precedence
-    config_json = config_json | {
-        native: config_json[name] for native, name in _ALIAS_KEYS.items() if name in config_json
-    }
+    config_json = config_json | hf_config.read_aliases(config_json, _ALIASES_OF_KEYS)
     vocab_size = config_json.get("vocab_size", 50257)
     sizes = {name: config_json.get(name, default) for name, default in _SIZES.items()}
     sizes["intermediate_size"] = config_json.get("n_inner")

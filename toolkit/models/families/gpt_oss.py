@@ -41,9 +41,7 @@ CONFIGS = [
 
 def from_hf_config(config_json: Fields) -> ModelConfig:
     hf_config.require_silu(config_json, attention_bias=(True,), swiglu_alpha=(1.702,))
-    config_json = _DEFAULTS | config_json
-    if config_json.get("rope_parameters") is None and not config_json.get("rope_scaling"):
-        config_json["rope_parameters"] = _ROPE
+    config_json = hf_rope.with_default_rope(_DEFAULTS | config_json, _ROPE)
     alternating = [(hf_config.SLIDING, hf_config.FULL)[i % 2] for i in range(config_json["num_hidden_layers"])]
     coef = config_json["router_aux_loss_coef"]
     is_unused = coef == _UNUSED_COEF and not config_json.get("output_router_logits")
@@ -60,14 +58,13 @@ def from_hf_config(config_json: Fields) -> ModelConfig:
 
 
 def to_hf_config(config: ModelConfig) -> Fields:
-    scaling = hf_config.write_rope_scaling(config) or {"rope_type": "default"}
     values = {
         "intermediate_size": config.expert_size,
         "layer_types": hf_config.write_layer_types(config),
         "num_experts_per_tok": config.n_expert_per_token,
         "num_local_experts": config.n_expert,
         "output_router_logits": False,
-        "rope_parameters": scaling | {"rope_theta": config.rope_base},  # without it transformers 5 defaults to YaRN
+        "rope_parameters": hf_config.write_rope_parameters(config),
         "router_aux_loss_coef": config.router_aux_loss_coef,
         "sliding_window": config.sliding_window_size or config.block_size,  # required by the class, used or not
         "swiglu_limit": config.swiglu_limit,

@@ -142,6 +142,11 @@ MIXTRAL: Fields = {"mlp_class_name": "LLaMAMoE", "norm_topk_prob": True}
 """Fields of families with Mixtral's experts, in all layers."""
 
 
+def read_aliases(config_json: Fields, names: dict[str, str]) -> Fields:
+    """Return the values of aliases that transformers also writes, by the class's own name. ``names``: of each alias."""
+    return {name: config_json[alias] for alias, name in names.items() if config_json.get(alias) is not None}
+
+
 def read_experts(config_json: Fields) -> Fields:
     """Return the ModelConfig fields of Mixtral's experts. The defaults are Mixtral's."""
     return MIXTRAL | {
@@ -266,6 +271,11 @@ def longrope_attention_factor(longest: float, original: int) -> float:
     """
     factor = longest / original
     return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+
+
+def write_rope_parameters(config: ModelConfig) -> Fields:
+    """Return ``rope_parameters`` for classes with another default than no scaling."""
+    return (write_rope_scaling(config) or {"rope_type": "default"}) | {"rope_theta": config.rope_base}
 
 
 def write_rope_scaling(config: ModelConfig) -> Fields | None:

@@ -56,6 +56,16 @@ def read_rope(
     }
 
 
+def with_default_rope(config_json: Fields, default: Fields) -> Fields:
+    """Return ``config.json`` with the class's default of ``rope_parameters``, if it has no RoPE parameters."""
+    if config_json.get("rope_parameters") is not None or config_json.get("rope_scaling"):
+        return config_json
+    theta = config_json.get(_THETA)
+    hint = "transformers ignores it without rope_parameters; write it there, with the other keys"
+    require_key(theta is None or theta == default.get(_THETA, theta), _THETA, theta, hint)
+    return config_json | {"rope_parameters": default}
+
+
 def _require_agreement(config_json: Fields, read: dict[str, float], top_level: dict[str, str]) -> None:
     """Raise UserError for values of theta or partial rotary factor that transformers would silently ignore."""
     new, old = (config_json.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
@@ -143,8 +153,8 @@ def _read_scaling(rope: Fields, config_json: Fields, aliases: dict[str, str]) ->
     kind = _rope_type(rope)
     if kind == "default":
         return None
-    kind = aliases.get(kind, kind) if isinstance(kind, str) else kind
-    if not isinstance(kind, str) or kind not in _REQUIRED:
+    kind = aliases.get(str(kind), kind)
+    if str(kind) not in _REQUIRED:
         raise UserError(f"config.json: rope_type {kind!r} is not supported; only default, {', '.join(_REQUIRED)}")
     values = {key: value for key, value in rope.items() if value is not None}
     for key in _REQUIRED[kind]:

@@ -51,9 +51,7 @@ def from_hf_config(config_json: Fields) -> ModelConfig:
 
 def _read_ministral3(config_json: Fields) -> ModelConfig:
     config_json = {"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, **config_json}
-    if config_json.get("rope_parameters") is None and not config_json.get("rope_scaling"):
-        hf_config.require_hf(config_json, rope_theta=(_ROPE["rope_theta"],))  # transformers ignores it
-        config_json["rope_parameters"] = _ROPE
+    config_json = hf_rope.with_default_rope(config_json, _ROPE)
     rope = config_json.get("rope_scaling") or config_json["rope_parameters"]
     kind, beta = rope.get("rope_type", rope.get("type")), rope.get("llama_4_scaling_beta")
     require_key(kind == "yarn", "rope_type", kind, "of a 'ministral3' model, this version computes only 'yarn'")

@@ -21,8 +21,8 @@ ALIASES = {f"OLMoE-1B-7B-0924-{kind}": "OLMoE-1B-7B-0924" for kind in ("SFT", "I
 def from_hf_config(config_json: Fields) -> ModelConfig:
     # transformers clips after the QK-norm, this version before it
     hf_config.require_silu(config_json, attention_bias=(False,), clip_qkv=(None,))
-    alias = {"num_experts": n} if (n := config_json.get("num_local_experts")) is not None else {}
-    config_json = {"rms_norm_eps": 1e-5, "num_experts": 64} | alias | config_json
+    alias = hf_config.read_aliases(config_json, {"num_local_experts": "num_experts"})
+    config_json = {"rms_norm_eps": 1e-5, "num_experts": 64, **alias, **config_json}
     return ModelConfig(
         **hf_config.read_decoder(config_json, vocab_size=50304, block_size=4096),
         **hf_rope.read_rope(config_json),

@@ -67,8 +67,7 @@ _DEFAULTS: Fields = {
 def from_hf_config(config_json: Fields) -> ModelConfig:
     is_qwen2 = config_json["model_type"] == "qwen2_moe"
     hf_config.require_silu(config_json, attention_bias=(False,))
-    # transformers 5 writes this alias
-    alias = {"num_experts": n} if (n := config_json.get("num_local_experts")) is not None else {}
+    alias = hf_config.read_aliases(config_json, {"num_local_experts": "num_experts"})
     config_json = _DEFAULTS[config_json["model_type"]] | alias | config_json
     return ModelConfig(
         **hf_config.read_decoder(config_json, vocab_size=151936, block_size=32768),
