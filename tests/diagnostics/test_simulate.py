@@ -168,7 +168,7 @@ def inputs(sharding: str, layout: Layout, options: dict) -> MemoryInputs:
     return MemoryInputs(strategy=strategy, **values)
 
 
-@pytest.mark.parametrize("case", slow_except(["hybrid", "ddp, accumulation"], CASES))
+@pytest.mark.parametrize("case", slow_except(["hybrid"], CASES))
 def test_planned_memory_is_within_5_percent_of_the_simulated(case):
     setup = inputs(*CASES[case])
     memory = plan_memory(setup)

@@ -33,7 +33,7 @@ MOVES = [("sharded", "one"), ("one", "sharded"), ("tensor, sharded", "full"), ("
 def runs(tmp_path_factory, shared_flags, request):
     folder, is_slow = tmp_path_factory.mktemp("ema"), has_slow_tests(request)
     shared, names = [*shared_flags, *EMA], list(LAYOUTS) if is_slow else ["one", *FAST]
-    moves = [(name, name) for name in names] + (MOVES if is_slow else [])
+    moves = [(name, name) for name in (names if is_slow else FAST)] + (MOVES if is_slow else [])
     for size in (1, 2):
         run_group(folder, size, [Case(n, LAYOUTS[n][1]) for n in names if LAYOUTS[n][0] == size], shared)
     for size in (1, 2):

@@ -84,6 +84,7 @@ def test_n3_adapters_on_experts(runs, name, one):
         assert (adapters[key] - reference[key]).norm() <= 2e-4 * reference[key].norm(), key
 
 
+@pytest.mark.slow
 def test_s2_adapters_on_experts_resume_bit_for_bit(runs, shared):
     shutil.copytree(runs / "single", runs / "resumed")
     for later in ("step-00000004", "final"):

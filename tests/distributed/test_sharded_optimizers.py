@@ -51,7 +51,7 @@ MORE = {
 SAME = [(name, layout, "") for name in OPTIMIZERS for layout in ("2", "4", "2x2")]
 SAME += [(name, "2", more) for name in ("muon", "adafactor") for more in MORE if more]
 RESUMED = [(name, source) for name in OPTIMIZERS for source in ("1", "2", "2-sharded-state")]
-ALWAYS = [("muon", "2", ""), ("adafactor", "2", "")]
+ALWAYS = [("muon", "2", "")]
 
 
 def case_of(name: str, layout: str, more: str = "", source: str = "") -> Case:

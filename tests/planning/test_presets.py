@@ -36,6 +36,10 @@ def test_each_preset_does_what_it_says():
     # what was chosen is saved in the place of the preset
     saved = resolved_hyperparameters(speed)
     assert (saved["preset"], saved["strategy"], saved["train"]["micro_batch_size"]) == ("balanced", "fsdp", 8)
+
+
+@pytest.mark.slow
+def test_memory_takes_what_the_precision_and_the_nodes_support():
     assert config_of("memory", precision="bf16-master").strategy.kind == "ddp"  # the only one that supports it
     nodes = config_of("memory", DeviceSpec("cuda", 8, 2, memory=40e9))
     assert str(nodes.strategy).startswith("fsdp FULL_SHARD, one unit per block, 16 shards")

@@ -47,6 +47,7 @@ def prompt(folders):
     return tokenizer, torch.tensor(ChatTemplate.from_tokenizer(tokenizer, None).encode_prompt(QUESTION))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_equal_logits(folders, models):
     tokenizer, _ = prompt(folders)
