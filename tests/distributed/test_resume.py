@@ -28,7 +28,7 @@ def same_weights(a, b) -> bool:
 def resumed(tmp_path_factory, shared_flags, request):
     """Layouts train in each format; then others resume from step 7. Only what the selected tests compare."""
     folder = tmp_path_factory.mktemp("resume")
-    shared = [*shared_flags, "--train.max_steps", str(n_steps(request, fast=10))]
+    shared = [*shared_flags, "--train.max_steps", str(n_steps(request, fast=8))]
     items = [item for item in request.session.items if item.path == request.path]
     selected = [item.callspec.params for item in items if item.originalname == "test_s2_resume"]
     wanted = sorted({(p["source"], p["target"], p["kind"]) for p in selected})

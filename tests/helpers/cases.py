@@ -11,7 +11,7 @@ def has_slow_tests(request: pytest.FixtureRequest) -> bool:
     return any(item.path == request.path and item.get_closest_marker("slow") for item in request.session.items)
 
 
-def n_steps(request: pytest.FixtureRequest, fast: int = 8) -> int:
+def n_steps(request: pytest.FixtureRequest, fast: int = 4) -> int:
     """Return the steps of runs that are compared: 20 (N3), and ``fast`` without the slow tests of the file."""
     return 20 if has_slow_tests(request) else fast
 

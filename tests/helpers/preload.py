@@ -6,6 +6,7 @@ import litdata  # noqa: F401
 import tokenizers.implementations  # noqa: F401
 
 from helpers import rank_worker  # noqa: F401
+from helpers.surroundings import freeze_objects
 from toolkit import extension
 from toolkit.cli.parser import parse
 from toolkit.commands import finetune_lora, pretrain
@@ -17,3 +18,4 @@ with mock.patch.object(extension, "_installed", dict):
     parse("finetune_lora", finetune_lora.setup, ("checkpoint_dir",), [".", "--data", "JSON", "--data.json_path", "."])
 package_versions()
 rank_consistency._own_version()
+freeze_objects()
