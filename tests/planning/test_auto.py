@@ -35,7 +35,7 @@ class OfMatrices(torch.optim.SGD):
 @pytest.fixture(scope="module")
 def config_of() -> Callable[..., ResolvedConfig]:
     """Resolves a run with options by dotted names, on 8 GPUs of 80 GB."""
-    given = {"model_name": "pythia-14m", "train": {"max_steps": 1}, "model_config": {"vocab_size": 512}}
+    given = {"model_name": "pythia-14m", "train": {"max_steps": 1}, "model_config": {"vocab_size": 50304}}
     base = run_args(**parse_object(pretrain.setup, given))
 
     def resolved(options: dict, gb=80.0, devices=8, nodes=1, device="cuda") -> ResolvedConfig:

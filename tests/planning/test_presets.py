@@ -18,7 +18,7 @@ EIGHT = DeviceSpec("cuda", 8, 1, memory=40e9)
 
 def config_of(preset: str, devices: DeviceSpec = EIGHT, **options):
     train = {"max_steps": 1} | options.pop("train", {})
-    options = {"model_name": "pythia-14m", "model_config": {"vocab_size": 512}} | options
+    options = {"model_name": "pythia-14m", "model_config": {"vocab_size": 50304}} | options
     arguments = parse_object(pretrain.setup, options | {"preset": preset, "train": train})
     return resolve_auto(run_args(**arguments), devices)
 
