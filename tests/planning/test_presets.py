@@ -67,6 +67,7 @@ def test_given_values_stay():
     assert config_of("speed", fsdp={"shard_size": 8}).strategy.kind == "fsdp"  # which ddp does not have
 
 
+@pytest.mark.slow
 def test_a_batch_that_only_the_preset_divides():
     batch = config_of("memory", DeviceSpec("cpu", 2, 1), train={"global_batch_size": 6}).batch
     assert batch.micro_batch_size * batch.accumulation == 3  # the default of 8 does not divide it
