@@ -117,28 +117,31 @@ def test_a_variable_under_which_ddp_crashes_on_a_cpu_excludes_it(config_of, monk
         config_of(DDP, device="cpu", devices=2)
 
 
-def test_micro_batches_of_runs(config_of):
+MICRO_BATCHES = [
+    ({}, {}, 64),
+    ({"train.max_seq_length": 2048}, {}, 16),
+    ({"train.micro_batch_size": 2}, {}, 2),
+    ({"pipeline_parallel_size": 2}, {"devices": 2}, 8),  # four micro-batches per stage
+    ({}, {"gb": math.inf}, 4),
+]
+MORE_MICRO_BATCHES = [
+    ({}, {"devices": 8}, 8),
+    ({"train.global_batch_size": 48}, {}, 48),
+    ({"pipeline_parallel_size": 2, "train.global_batch_size": 4}, {"devices": 2, "device": "cpu"}, 1),
+    ({}, {"device": "cpu"}, 4),
+    ({"train.global_batch_size": 6}, {"device": "cpu"}, 3),
+    ({"optimizer.in_backward": True, "train.max_norm": 0.0}, {}, 64),
+]
+
+
+@pytest.mark.parametrize("cases", [MICRO_BATCHES, pytest.param(MORE_MICRO_BATCHES, marks=pytest.mark.slow)], ids=len)
+def test_micro_batches_of_runs(config_of, cases):
     def check(options: dict, place: dict, size: int) -> None:
         found = config_of({"train.max_seq_length": 512} | options, **{"devices": 1} | place)
         assert found.batch.micro_batch_size == size, found.reasons
         assert ("train.micro_batch_size" in found.reasons) == ("train.micro_batch_size" not in options)
 
-    check_each(
-        check,
-        [
-            ({}, {}, 64),
-            ({"train.max_seq_length": 2048}, {}, 16),
-            ({}, {"devices": 8}, 8),
-            ({"train.micro_batch_size": 2}, {}, 2),
-            ({"train.global_batch_size": 48}, {}, 48),
-            ({"pipeline_parallel_size": 2}, {"devices": 2}, 8),  # four micro-batches per stage
-            ({"pipeline_parallel_size": 2, "train.global_batch_size": 4}, {"devices": 2, "device": "cpu"}, 1),
-            ({}, {"gb": math.inf}, 4),
-            ({}, {"device": "cpu"}, 4),
-            ({"train.global_batch_size": 6}, {"device": "cpu"}, 3),
-            ({"optimizer.in_backward": True, "train.max_norm": 0.0}, {}, 64),
-        ],
-    )
+    check_each(check, cases)
 
 
 def test_compilers_of_runs(config_of):
