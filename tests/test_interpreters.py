@@ -39,7 +39,7 @@ class ExceptionGroup(BaseExceptionGroup, Exception): ...
 """
 IMPORT = """
 import importlib, pathlib, pkgutil, sys
-for folder in ("toolkit", "extensions", "scripts", "tests"):
+for folder in ("toolkit", "extensions", "scripts"):
     for path in pathlib.Path(folder).rglob("*.py"):
         compile(path.read_bytes(), path, "exec", dont_inherit=True)
 for name in ("toolkit.io", "toolkit.config", "toolkit.ui", "toolkit.cli", "toolkit.training.garbage"):

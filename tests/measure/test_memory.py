@@ -163,13 +163,13 @@ def nbytes(tensors) -> int:
 
 FAST = ("llama", "gemma3", "phi")
 """Families whose blocks differ most; in turn each kind of adapters, checkpointing and precision: the fast cases."""
-MORE_FAST = (*FAST, "gpt-oss", "deepseek")
+FULL_FAST = ("llama", "gemma3", "gpt-oss", "deepseek")
 
 
 def full_cases() -> list:
     """Return family, precision; of fast families, one precision in turn is fast."""
     return [
-        pytest.param(family, precision, marks=[] if family in MORE_FAST and i % 3 == k else [pytest.mark.slow])
+        pytest.param(family, precision, marks=[] if family in FULL_FAST and i % 3 == k else [pytest.mark.slow])
         for i, family in enumerate(CONFIGS)
         for k, precision in enumerate(PRECISIONS)
     ]
@@ -219,7 +219,7 @@ def test_activations_of_lora_training_match_autograd(family, lora, precision):
     assert memory.activations + memory.cast_weights == pytest.approx(saved_bytes(setup), rel=0.1)
 
 
-@pytest.mark.parametrize("family", slow_except(["llama", "gpt-oss"], CONFIGS))
+@pytest.mark.parametrize("family", slow_except(["llama"], CONFIGS))
 def test_packed_rows_save_a_mask_in_every_layer(family):
     setup = setup_of(family, "bf16-true", packed=True)
     assert plan_memory(setup).activations == pytest.approx(saved_bytes(setup), rel=0.02)
@@ -311,7 +311,7 @@ def test_checkpointed_activations_match_counted_bytes(family, lora, precision, m
     assert memory.activations + memory.cast_weights == pytest.approx(kept_bytes(setup), rel=0.02)
 
 
-@pytest.mark.parametrize("mode", ["selective", "full"])
+@pytest.mark.parametrize("mode", slow_except(["selective"], ["selective", "full"]))
 @pytest.mark.parametrize("family", slow_except(["gemma3"], ["llama", "mistral", "gemma3"]))
 def test_checkpointed_packed_rows_share_masks(family, mode):
     setup = setup_of(family, "bf16-true", packed=True, activation_checkpointing=mode)
@@ -328,7 +328,7 @@ PEAKS = [  # family, adapters, precision, checkpointing, micro-batches per step,
 ]
 
 
-@pytest.mark.parametrize("case", slow_except(PEAKS[:3], PEAKS), ids=lambda case: "-".join(map(str, case)))
+@pytest.mark.parametrize("case", slow_except(PEAKS[:2], PEAKS), ids=lambda case: "-".join(map(str, case)))
 def test_the_peak_of_a_micro_batch_is_the_counted_one(case):
     """In the forward and the backward pass of all layers, of which the plan has recorded one of each kind."""
     family, lora, precision, mode, accumulation, where = case
@@ -391,7 +391,7 @@ OPTIMIZERS = {"AdamW": ADAMW, "SGD": {"name": "SGD"}, "momentum": {"name": "SGD"
               "Adafactor": {"name": "Adafactor"}}  # fmt: skip
 MODELS = [("llama", "full"), ("llama", "lora all"), ("experts", "full"), ("experts", "lora all")]
 EXACT = [("bf16-mixed", *MODELS[0], optimizer) for optimizer in OPTIMIZERS]
-EXACT += [("bf16-mixed", *model, "AdamW") for model in MODELS[1:]]
+EXACT += [("bf16-mixed", *MODELS[-1], "AdamW")]
 
 
 @pytest.mark.parametrize(
@@ -575,7 +575,7 @@ def test_unsharded_units_are_those_at_the_loss():
 @pytest.mark.parametrize("precision", slow_except(["bf16-mixed"], PRECISIONS))
 def test_a_frozen_model_has_weights_and_at_the_loss_logits(precision):
     """Measured: the weights as built, and the peak of the loss with both heads."""
-    big = replace(CONFIGS["llama"], vocab_size=20_000, padded_vocab_size=20_000, block_size=512)
+    big = replace(CONFIGS["llama"], vocab_size=5_000, padded_vocab_size=5_000, block_size=512)
     frozen = replace(big, n_layer=3, n_embd=96)
     setup = replace(setup_of("llama", precision), config=big, seq_length=512)
     with_frozen = replace(setup, frozen=frozen)
@@ -589,7 +589,7 @@ def test_a_frozen_model_has_weights_and_at_the_loss_logits(precision):
     known = [*model.parameters(), *teacher.parameters(), x, labels]
     with torch.autocast("cpu", torch.bfloat16, enabled=setup.precision.endswith("-mixed")), LiveBytes(known) as live:
         options = DistillationOptions("jsd", 0.5, 2.0, 0.5)
-        loss = DistillationLoss(options, hidden, lambda: (teacher.lm_head.weight, None), None, 20_000)
+        loss = DistillationLoss(options, hidden, lambda: (teacher.lm_head.weight, None), None, 5_000)
         model.lm_head.loss(x, labels, compiled=loss).backward()
     assert live.peak + hidden.nbytes == pytest.approx(planned.logits, rel=0.12)
     assert planned.total - alone.total == pytest.approx(planned.frozen_model + planned.logits - alone.logits)
@@ -604,7 +604,7 @@ def test_a_padded_copy_of_the_head_is_planned(monkeypatch):
     monkeypatch.setattr(aligned, "needs_alignment", lambda device, dtype: dtype.itemsize == 2)
     for precision, copies in (("bf16-mixed", 0), ("bf16-true", 1)):
         planned, measured = {}, {}
-        for size in (20_001, 20_032):
+        for size in (5_001, 5_056):
             config = replace(CONFIGS["llama"], vocab_size=size, padded_vocab_size=size)
             setup = replace(sharded(setup_of("llama", precision), 2), config=config)
             head, x = Head(config.n_embd, size, bias=False), torch.randn(256, config.n_embd, dtype=setup.dtype)
@@ -615,9 +615,9 @@ def test_a_padded_copy_of_the_head_is_planned(monkeypatch):
             ):
                 head.loss(x, labels).backward()
             planned[size], measured[size] = plan_memory(setup).logits, live.peak
-        copy = copies * 2 * 20_032 * config.n_embd
-        assert planned[20_001] - planned[20_032] == pytest.approx(copy, abs=0.01 * planned[20_032])
-        assert measured[20_001] - measured[20_032] == pytest.approx(copy, abs=0.05 * planned[20_032])
+        copy = copies * 2 * 5_056 * config.n_embd
+        assert planned[5_001] - planned[5_056] == pytest.approx(copy, abs=0.01 * planned[5_056])
+        assert measured[5_001] - measured[5_056] == pytest.approx(copy, abs=0.05 * planned[5_056])
 
 
 def test_adapters_are_sharded_with_their_block():

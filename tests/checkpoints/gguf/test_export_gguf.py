@@ -36,8 +36,7 @@ COMPLETE = ["llama", "llama-grouped-tied", "llama-one-group-wide-heads", "mistra
 PARTIAL = ["llama-biases", "llama-attention-biases", "llama3-rope", "llama-linear-rope", "llama-yarn", "qwen2-windows",
            "qwen3", "qwen3-tied", "qwen2-moe", "qwen3-moe", "gemma2", "gemma3", "phi3", "phi3-window",
            "phi3-long", "gpt2", "gpt2-untied", "stablelm", "starcoder2"]  # fmt: skip
-FAST = ["llama-grouped-tied", "falcon-one-group", "llama-biases", "llama3-rope", "qwen2-windows", "qwen3-moe", "gemma3",
-        "phi3-long", "gpt2"]  # fmt: skip
+FAST = ["llama3-rope", "qwen3-moe", "gemma3", "phi3-long", "gpt2"]
 # Only llama.cpp reads these.
 LLAMA_CPP = ["gemma", "falcon-groups", "falcon-groups-one-norm", "falcon-no-groups", "stablelm-12b", "mistral-window"]
 REFUSED = {
