@@ -64,7 +64,7 @@ SHARED = [
 
 @pytest.fixture(scope="module")
 def runs(folder, request) -> Path:
-    shared = [*SHARED, "--train.micro_batch_size", "1", "--train.max_steps", str(STEPS)]
+    shared = [*SHARED, "--train.micro_batch_size", "2", "--train.max_steps", str(STEPS)]
     everything = has_slow_tests(request)
     for size in (1, 2):
         run_group(folder, size, [c for c in cases(size, folder) if everything or c.name in ALWAYS], shared)
