@@ -20,7 +20,7 @@ from toolkit.models.gpt import GPT
 
 LENGTH, PER_EPOCH = 7, 50
 MODEL = toolkit.ModelConfig(vocab_size=400, block_size=8, n_layer=1, n_embd=16, n_head=2)
-TRAIN = {"max_steps": 5, "global_batch_size": 16, "micro_batch_size": 2, "save_interval": 3, "learning_rate": 3e-3}
+TRAIN = {"max_steps": 8, "global_batch_size": 16, "micro_batch_size": 2, "save_interval": 3, "learning_rate": 3e-3}
 
 
 def row(number: int) -> torch.Tensor:
