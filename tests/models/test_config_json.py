@@ -158,6 +158,8 @@ def nested(kind: str, scaling: dict[str, Any]) -> dict[str, Any]:
         ("qwen2", {"hidden_size": 65}, "hidden_size 65: must be a multiple of num_attention_heads 4"),
         ("qwen2", {"tie_word_embeddings": "false"}, "tie_word_embeddings 'false': must be true or false"),
         ("qwen2", {"rms_norm_eps": None}, "rms_norm_eps None: must be a number"),
+        ("qwen2", {"vocab_size": None}, "vocab_size None: must be an integer"),
+        ("qwen2", {"intermediate_size": None}, "intermediate_size None: must be an integer"),
         ("qwen2", {"max_position_embeddings": None}, "max_position_embeddings None: must be an integer"),
     ],
 )  # fmt: skip

@@ -28,13 +28,13 @@ def _is_list_of(value: Any, item_type: type) -> bool:
     return isinstance(value, list) and all(type(item) is item_type for item in value)
 
 
-# (check, description, keys). ModelConfig checks the values that it takes unchanged. Keys that may also be null are in
-# _NULLABLE.
+# (check, description, keys). ModelConfig checks other values that it takes unchanged; null vocab_size and
+# intermediate_size have a meaning there. Keys that may also be null are in _NULLABLE.
 _TYPES: tuple[tuple[Callable[[Any], bool], str, tuple[str, ...]], ...] = (
     (lambda v: is_integer(v, 1), "an integer, 1 or greater", (
-        "num_hidden_layers", "num_kv_heads", "ffn_hidden_size", "query_pre_attn_scalar",
-        "original_max_position_embeddings", "no_rope_layer_interval", "decoder_sparse_step", "moe_layer_interval",
-        "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size",
+        "vocab_size", "intermediate_size", "num_hidden_layers", "num_kv_heads", "ffn_hidden_size",
+        "query_pre_attn_scalar", "original_max_position_embeddings", "no_rope_layer_interval", "decoder_sparse_step",
+        "moe_layer_interval", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size",
     )),
     (lambda v: is_integer(v, 0), "an integer, 0 or greater", (
         "max_window_layers", "num_ln_in_parallel_attn", "first_k_dense_replace", "n_shared_experts",
