@@ -155,7 +155,6 @@ def _prepare_each(stream: Stream, skips: bool, where: str, report: Report) -> It
         if stream.ready(number) is None:
             report(f"Data: tokenizing segment {number:,} into {stream.folder}")
         counts = stream.prepare(number, report)
-        assert counts is not None
         if counts.broken and not skips:
             raise UserError(f"{where}: {describe_broken(counts.broken)}")
         yield number, counts

@@ -82,28 +82,20 @@ class Stream:
         counts = self.counts(number)
         return counts if counts is not None and (not counts.tokens or self.segment_folder(number).is_dir()) else None
 
-    def require_ready(self, number: int) -> SegmentCounts:
-        """Return the counts of a segment. Raise DataError if it cannot be read now."""
-        if (counts := self.ready(number)) is None:
-            raise DataError(f"{self.segment_folder(number)}: is missing; prepare the data again")
-        return counts
-
-    def prepare(self, number: int, report: Report = lambda line: None, wait: bool = True) -> SegmentCounts | None:
-        """Write a segment unless it is in the cache.
+    def prepare(self, number: int, report: Report = lambda line: None, wait: bool = True) -> SegmentCounts:
+        """Write a segment unless it is in the cache. Return its counts.
 
         Args:
             wait: Whether to wait if another process is writing the segment.
 
-        Returns:
-            The counts, or None if another process is writing the segment and ``wait`` is false.
-
         Raises:
             StorageError: A file cannot be read.
+            BlockingIOError: Another process is writing the segment, and ``wait`` is false.
             OSError: The cache folder cannot be written.
         """
         with file_lock(self._lock_file(number), wait) as lock:
             if lock is None:
-                return None
+                raise BlockingIOError
             if (counts := self.ready(number)) is not None:
                 return counts
             folder = self.segment_folder(number)

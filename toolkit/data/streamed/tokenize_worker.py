@@ -48,8 +48,10 @@ def _serve(stream: Stream, max_bytes: int) -> None:
             if max_bytes and not make_room(stream, requests, number, max_bytes):
                 continue
             try:
-                if stream.prepare(number, wait=False) is not None:
-                    break
+                stream.prepare(number, wait=False)
+                break
+            except BlockingIOError:
+                continue
             except (StorageError, OSError) as error:
                 failed[number] = time.monotonic()
                 path = f"{stream.folder}: " if isinstance(error, OSError) else ""

@@ -85,7 +85,7 @@ def _upload(files: Files, storage: Storage) -> None:
 def _files_of_stream(rows: StreamedRows, val: TokenDataset | None, scratch: Path) -> Files:
     """Return the chunks of all segments as one dataset per split, and the tokenizer."""
     stream, files, largest = rows.segments.reader.stream, Files(), 0
-    spans = [(number, 0, rows.count(number, stream.require_ready(number))) for number in rows.numbers]
+    spans = [(number, 0, rows.count(number, stream.prepare(number))) for number in rows.numbers]
     splits = {"train": RowSpans(rows.segments, [span for span in spans if span[2] > 0])}
     if isinstance(val, RowSpans):
         splits["val"] = val
