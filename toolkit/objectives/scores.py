@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from toolkit.models.config_checks import HeadName
 from toolkit.models.labels import IGNORE_INDEX, TOKENS
 from toolkit.objectives.base import LOSS, Objective, Part
-from toolkit.objectives.preference import BALANCING, PAIRS, has_balancing
+from toolkit.objectives.preference import BALANCING, PAIRS, balancing_parts, has_balancing
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +40,7 @@ class Classification(Objective):
     head, row_kind = "classification", "labeled"
 
     def parts(self, module: "nn.Module") -> tuple[Part, ...]:
-        return (Part(LOSS), *_balancing(module))
+        return (Part(LOSS), *balancing_parts(module))
 
     def sums(self, model: "nn.Module", batch: "Batch", device: "torch.device") -> "dict[str, Tensor]":
         import torch
@@ -92,7 +92,7 @@ class Reward(Objective):
 
     def parts(self, module: "nn.Module") -> tuple[Part, ...]:
         names = ("accuracy", "reward_chosen", "reward_rejected", "reward_margin")
-        return (Part(LOSS, PAIRS), *_balancing(module), *(Part(name, PAIRS, weight=0) for name in names))
+        return (Part(LOSS, PAIRS), *balancing_parts(module), *(Part(name, PAIRS, weight=0) for name in names))
 
     def count(self, batch: "Batch") -> dict[str, int]:
         return {PAIRS: sum(row >= 0 for row in batch.ids[::2])}
@@ -145,7 +145,3 @@ def mean_scores(scores: "Tensor", rows: "Tensor") -> "Tensor":
 
 def _config(module: "nn.Module") -> Any:
     return module.config
-
-
-def _balancing(module: "nn.Module") -> tuple[Part, ...]:
-    return (Part(BALANCING),) if has_balancing(module) else ()
