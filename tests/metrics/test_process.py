@@ -42,7 +42,7 @@ MODULE = textwrap.dedent("""
             print("x" * 10_000)
 
     def large(*_):
-        return {"m": "x" * 2**26}
+        return {"m": "x" * 2**30}
 
     def nan(*_):
         return {"m": float("nan")}
@@ -89,7 +89,7 @@ def test_hostile_functions_end_in_one_line(start, monkeypatch):
 
     def check(name, reason):
         with pytest.raises(UserError) as caught:
-            start(name, 5.0).call(["a"], [None], [{}])
+            start(name, 60.0).call(["a"], [None], [{}])
         line = str(caught.value)
         assert line.startswith(f"--eval.metric my_metrics:{name}: ") and reason in line
         assert "\n" not in line and len(line) < 800
