@@ -15,6 +15,7 @@ exported.
 
 import itertools
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -68,8 +69,7 @@ def _load_family(name: str, entry: Entry) -> ModuleType:
             raise UserError(f"{extension}: {entry.path} has no {part}")
     if not all(isinstance(config, ModelConfig) for config in module.CONFIGS):
         raise UserError(f"{extension}: CONFIGS of {entry.path}: must be a list of ModelConfig")
-    core_names = {name.lower() for family in FAMILIES.values() for name in _names_of(family)}
-    if taken := [name for name in _names_of(module) if name.lower() in core_names]:
+    if taken := [name for name in _names_of(module) if name.lower() in _core_names()]:
         raise UserError(f"{extension}: toolkit has a configuration {taken[0]}; rename it")
     entries = registered("families")
     for config in module.CONFIGS:
@@ -86,6 +86,11 @@ def _only_adds_configs(module: ModuleType, family: ModuleType | None) -> bool:
     """Whether a module only adds configurations: same functions as ``family`` and no model class."""
     same = all(getattr(module, name) is getattr(family, name, None) for name in FUNCTIONS)
     return same and not hasattr(module, "MODEL")
+
+
+@cache
+def _core_names() -> set[str]:
+    return {name.lower() for family in FAMILIES.values() for name in _names_of(family)}
 
 
 def _names_of(family: ModuleType) -> list[str]:
