@@ -43,12 +43,13 @@ _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 class _PeftAdapters(NamedTuple):
-    """A loaded peft folder: settings, tensors by Hugging Face layer and kind, and the model's layers."""
+    """A loaded peft folder: settings, tensors by Hugging Face layer and kind, and the model's layers and experts."""
 
     folder: Path
     settings: dict[str, Any]
     tensors: dict[str, Tensors]
     layers: list[Layer]
+    experts: list[ExpertParameter]
 
     def pattern_error(self) -> UserError:
         name = "rank_pattern" if self.settings.get("rank_pattern") else "alpha_pattern"
@@ -57,22 +58,33 @@ class _PeftAdapters(NamedTuple):
             "toolkit convert_to_peft writes for fused layers are supported"
         )
 
-    def require_same_scaling(self, lora: LoRAConfig) -> None:
-        """Raise UserError unless every layer with a rank of its own has the scaling of ``lora``."""
-        ranks, alphas = (self.settings.get(name) or {} for name in ("rank_pattern", "alpha_pattern"))
-        try:
-            scalings = [replace(lora, r=rank, alpha=alphas[key]).scaling for key, rank in ranks.items()]
-            is_same = ranks.keys() == alphas.keys() and all(math.isclose(each, lora.scaling) for each in scalings)
-        except (AttributeError, LookupError, TypeError, ValueError):  # the file may hold anything
-            is_same = False
-        if not is_same:
-            raise self.pattern_error()
-
     def rank(self, lora: LoRAConfig, fused: list[Layer]) -> int:
-        """Return the rank of fused layers, which a pattern may change."""
-        tensors = [self.tensors.get(layer.modules[0], {}).get("lora_A") for layer in fused]
-        ranks = (tensor.size(0) for tensor in tensors if tensor is not None and tensor.ndim)
-        return next(ranks, lora.r) if self.settings.get("rank_pattern") else lora.r
+        """Return the rank of fused layers. Reject patterns that match other layers or change the scaling.
+
+        The patterns of experts are checked with their tensors.
+        """
+        ranks, alphas = (self.settings.get(name) or {} for name in ("rank_pattern", "alpha_pattern"))
+        pattern_ranks = set()
+        try:
+            if ranks.keys() != alphas.keys():
+                raise self.pattern_error()
+            for key, rank in ranks.items():
+                matches = [
+                    layer for layer in self.layers if any(f".{module}".endswith(f".{key}") for module in layer.modules)
+                ]
+                is_same_scaling = math.isclose(replace(lora, r=rank, alpha=alphas[key]).scaling, lora.scaling)
+                # peft's keys are regular expressions, such as those that it writes itself
+                suffix = "." + key.removeprefix(r".*\.").replace(r"\.", ".")
+                if is_same_scaling and any(expert.name.endswith(suffix) for expert in self.experts):
+                    continue
+                if not (is_same_scaling and type(rank) is int and matches and all(map(_is_fused, matches))):
+                    raise self.pattern_error()
+                pattern_ranks |= {rank for layer in matches if layer in fused}
+        except (AttributeError, TypeError, ValueError) as error:  # the file may hold anything
+            raise self.pattern_error() from error
+        if len(pattern_ranks) > 1:
+            raise self.pattern_error()
+        return pattern_ranks.pop() if pattern_ranks else lora.r
 
     def nonzero_column_masks(self, layers: list[Layer], parts: dict[str, range], rank: int) -> Tensors:
         """Return {part: mask, (rank,)} of lora_B columns that are nonzero in the part's rows in any layer."""
@@ -114,11 +126,10 @@ def import_peft(folder: Path, config: ModelConfig) -> tuple[LoRAConfig, Tensors,
         if any(old in layer.modules for layer in layers) and new in tensors:
             tensors[old] = tensors.pop(new)
     experts = expert_parameters(config)
-    peft = _PeftAdapters(folder, settings, tensors, layers)
+    peft = _PeftAdapters(folder, settings, tensors, layers, experts)
     selected = _adapted_parts(layers, tensors, config)
     selected |= {"experts" for expert in experts if expert.module in tensors}
     lora = _lora_config(folder, settings, selected)
-    peft.require_same_scaling(lora)
     hf_fused = _split_hf_fused(peft, lora)
     lora, qkv = _detect_fused_parts(peft, lora, config)
     model = adapted_on_meta(replace(config, tie_embeddings=False), lora)
@@ -318,7 +329,7 @@ def _convert_layer(layer: Layer, placed: list[PlacedAdapter], peft: _PeftAdapter
         }
         if has_magnitude := hasattr(adapter, "magnitude"):
             shapes |= {"lora_magnitude_vector": (outs[i],)}
-        _require_shapes(peft, tensors, layer.modules[i], shapes)
+        _require_shapes(tensors, layer.modules[i], shapes, peft.folder)
         rows, columns = slice(at.start, at.stop), fused.columns(part)
         adapters[f"{name}.A"] = tensors["lora_A"][columns].clone()
         adapters[f"{name}.B"] = _part_to_native(layer, i, tensors["lora_B"], outs)[rows, columns].clone()
@@ -344,7 +355,7 @@ def _split_experts(expert: ExpertParameter, peft: _PeftAdapters, lora: LoRAConfi
         )
     tensors = peft.tensors[expert.peft_module]
     rows = tensors["lora_A"].size(0) if "lora_A" in tensors else lora.r
-    _require_shapes(peft, tensors, expert.peft_module, expert.shapes(rows))
+    _require_shapes(tensors, expert.peft_module, expert.shapes(rows), peft.folder)
     factors = expert.split(tensors["lora_A"], tensors["lora_B"], lora.r)
     if factors is None:
         raise peft.pattern_error()
@@ -356,14 +367,12 @@ def _part_to_native(layer: Layer, i: int, tensor: Tensor, outs: list[int]) -> Te
     return layer.to_native([tensor if k == i else tensor.new_zeros(out, tensor.size(1)) for k, out in enumerate(outs)])
 
 
-def _require_shapes(peft: _PeftAdapters, tensors: Tensors, module: str, shapes: dict[str, tuple[int, ...]]) -> None:
+def _require_shapes(tensors: Tensors, module: str, shapes: dict[str, tuple[int, ...]], folder: Path) -> None:
     for kind, shape in shapes.items():
         if kind not in tensors:
             raise UserError(
-                f"--from_peft {peft.folder}: has no {module}.{kind}; every block must adapt the same layers, and "
+                f"--from_peft {folder}: has no {module}.{kind}; every block must adapt the same layers, and "
                 "either all layers of its MLP or none"
             )
-        if tensors[kind].shape != shape:
-            if peft.settings.get("rank_pattern"):
-                raise peft.pattern_error()
-            raise UserError(f"{peft.folder / TENSORS}: {module}.{kind} is {tuple(tensors[kind].shape)}, not {shape}")
+        if tuple(tensors[kind].shape) != shape:
+            raise UserError(f"{folder / TENSORS}: {module}.{kind} is {tuple(tensors[kind].shape)}, not {shape}")
