@@ -17,7 +17,7 @@ from toolkit.ui.loggers import read_metrics
 INSTALLED = extension._installed  # before conftest.py replaces it
 FAMILY = """
 from toolkit.models.families import llama
-from toolkit.models.families.llama import check, from_hf_config, to_hf_config, weight_map
+from toolkit.models.families.llama import from_hf_config, to_hf_config, weight_map
 from toolkit.models.families.named import named
 
 CONFIGS = [named("letter-llama", 1, 32, 2, 2, 48, block_size=32, family="letters", vocab_size=64)]

@@ -341,7 +341,7 @@ def test_extend_page_shows_the_functions_of_the_family():
 def test_extend_page_renames_a_prefix():
     _, code = [block for block in re.findall(r"```python\n(.*?)```", EXTEND, re.S) if not block.startswith("def ")]
     exec(code, page := {})
-    config = get_config("pico-llama")
+    config = get_config("pico-llama").with_vocab_size(256)
     renamed = [name for entry in page["weight_map"](config) for name in entry.hf]
     expected = [name for entry in family_of(config).weight_map(config) for name in entry.hf]
     assert [name.replace("backbone.", "model.") for name in renamed] == expected

@@ -54,7 +54,9 @@ def test_s2_a_resumed_run_has_the_same_bits(runs, corpus, tmp_path):
 def test_a_resumed_run_may_not_change_it(runs, corpus, tmp_path):
     checkpoint = str(runs / "none" / "step-00000002")
     train = {"max_steps": 4, "fp8": "rowwise"}
-    with pytest.raises(UserError, match="^--precision bf16-mixed --train.fp8 rowwise: .* trained with bf16-mixed;"):
+    with pytest.raises(
+        UserError, match="^--precision bf16-mixed --train.fp8 rowwise: .* trained with --precision bf16-mixed;"
+    ):
         run_training(arguments(corpus, tmp_path, train=train, precision="bf16-mixed", resume=checkpoint))
 
 

@@ -74,6 +74,7 @@ def from_hf_config(config_json: Fields) -> ModelConfig:
     vocab_size, block_size = (129280, 4096) if is_v3 else (102400, 2048)
     decoder = hf_config.read_decoder(config_json, vocab_size=vocab_size, block_size=block_size)
     groups = None if config_json["topk_method"] == "greedy" else config_json["n_group"]
+    require_key(groups is not None or config_json["topk_method"] == "greedy", "n_group", groups, "must be an integer")
     dense = config_json["first_k_dense_replace"]
     return ModelConfig(
         **decoder | {"head_size": None},  # Hugging Face's head_dim is the rotated part
