@@ -218,7 +218,7 @@ ROWS: tuple[Row, ...] = (
         Use("--objective {objective_name:NextToken}", lambda f: f.objective.row_kind == "answers"),
         "it would also train on the rejected completions", "use --objective DPO, KTO, ORPO or SimPO"),
     # heads
-    Row(_HEAD, Use("pretrain", lambda f: not f.is_finetune), fix="use finetune_lora or finetune_full"),
+    Row(_HEAD, _PRETRAIN, fix="use finetune_lora or finetune_full"),
     Row(_CLASSIFICATION, Use("--data {data_name:without labels}", lambda f: not isinstance(f.data, Classification)),
         "it needs labels", "use --data Classification"),
     Row(Use("--head {objective.head:reward, token_reward}", lambda f: f.objective.head in ("reward", "token_reward")),
