@@ -61,7 +61,7 @@ for quiet in (lambda: None, fabric._quiet_libraries):
         fabric.single_device_fabric("cpu", "bf16-mixed")
     with mock.patch.multiple(torch.cuda, **gpu):
         _check_cuda_matmul_precision.__wrapped__(torch.device("cuda"))
-        if sys.argv[1:]:  # its import takes as long as that of torch
+        if sys.argv[1:]:  # importing it takes as long as importing torch
             from torch._inductor.compile_fx import _warn_tf32_disabled
 
             _warn_tf32_disabled.__wrapped__()
