@@ -14,19 +14,16 @@ from toolkit.models.config_checks import (
     FLAG,
     GROUP,
     HEAD_FIELDS,
-    MAX_SIZE,
     PER_LAYER,
     HeadName,
     ProblemType,
     check_experts,
     check_head,
+    check_latent_attention,
     check_values,
     rope_kind,
     yarn_mscale,
 )
-
-# Keys of latent_attention, as in Hugging Face's config.json; q_lora_rank is optional.
-LATENT_ATTENTION = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 Fields = dict[str, Any]
 """Values by name: of a :class:`ModelConfig`, or of a config.json."""
@@ -234,7 +231,7 @@ class ModelConfig:
     def _check_combinations(self) -> None:
         """Check field combinations after all derived fields are set."""
         require, padded = self.require, self.padded_vocab_size
-        self._check_latent_attention()
+        check_latent_attention(self)
         require(self.n_head % self.n_query_groups == 0, "n_query_groups", f"must divide n_head {self.n_head}")
         is_even = self.position_embedding != "rope" or self.rope_n_elem % 2 == 0
         require(is_even, "head_size", "RoPE needs an even number of rotated dimensions")
@@ -268,24 +265,6 @@ class ModelConfig:
                     f"{FLAG}rope_adjustments: {name} has {n} factors; heads with {self.rope_n_elem} rotated dimensions "
                     f"need {pairs}"
                 )
-
-    def _check_latent_attention(self) -> None:
-        sizes = self.latent_attention
-        if sizes is None:
-            return
-        required_sizes = [n for name, n in sizes.items() if name != "q_lora_rank" or n is not None]
-        are_valid = all(type(n) is int and 0 < n <= MAX_SIZE for n in required_sizes)
-        hint = f"must have {', '.join(LATENT_ATTENTION)}, each between 1 and {MAX_SIZE:,}"
-        self.require(sizes.keys() == set(LATENT_ATTENTION) and are_valid, "latent_attention", hint)
-        required = {
-            "position_embedding": "rope", "norm_qk": False, "clip_qkv": None, "attention_sinks": False,
-            "attention_logit_softcapping": None, "bias": False, "attn_bias": False, "attn_proj_bias": False,
-            "n_query_groups": self.n_head,
-            "head_size": sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"], "rotary_percentage": 1.0,
-            "query_scaling_beta": None,
-        }  # fmt: skip
-        for name, value in required.items():
-            self.require(getattr(self, name) == value, name, f"must be {value} with latent_attention")
 
     @property
     def rope_kind(self) -> str | None:

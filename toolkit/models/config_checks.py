@@ -31,6 +31,9 @@ ROPE_ADJUSTMENTS: dict[str, tuple[set[str], set[str]]] = {
     "longrope": ({"short_factor", "long_factor", "original_max_seq_len", "attention_factor"}, set()),
 }
 
+# Keys of latent_attention, as in Hugging Face's config.json; q_lora_rank is optional.
+LATENT_ATTENTION = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+
 # Fields with one value per layer, and the valid values.
 PER_LAYER = {"sliding_window_indices": (0, 1), "rope_indices": (-1, 0, 1), "moe_indices": (0, 1)}
 # Fields that require experts.
@@ -95,6 +98,26 @@ def check_experts(config: Any) -> None:
     is_valid = topk is not None and topk <= groups and k <= topk * n // groups
     hint = f"must be between 1 and n_expert_groups {groups}, and must cover at least n_expert_per_token {k} experts"
     require(is_valid, "n_topk_groups", hint)
+
+
+def check_latent_attention(config: Any) -> None:
+    """Check the sizes of a ModelConfig's latent attention, and the fields that it determines."""
+    sizes = config.latent_attention
+    if sizes is None:
+        return
+    required_sizes = [n for name, n in sizes.items() if name != "q_lora_rank" or n is not None]
+    are_valid = all(type(n) is int and 0 < n <= MAX_SIZE for n in required_sizes)
+    hint = f"must have {', '.join(LATENT_ATTENTION)}, each between 1 and {MAX_SIZE:,}"
+    config.require(sizes.keys() == set(LATENT_ATTENTION) and are_valid, "latent_attention", hint)
+    required = {
+        "position_embedding": "rope", "norm_qk": False, "clip_qkv": None, "attention_sinks": False,
+        "attention_logit_softcapping": None, "bias": False, "attn_bias": False, "attn_proj_bias": False,
+        "n_query_groups": config.n_head,
+        "head_size": sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"], "rotary_percentage": 1.0,
+        "query_scaling_beta": None,
+    }  # fmt: skip
+    for name, value in required.items():
+        config.require(getattr(config, name) == value, name, f"must be {value} with latent_attention")
 
 
 @functools.cache

@@ -103,9 +103,7 @@ def export_peft(
     settings["fan_in_fan_out"] = any(layer.is_transposed for layer in layers)
     if config.head is not None:
         tensors[f"{PREFIX}{SCORE}"] = score = adapters[TRAINED_SCORE]
-        if (
-            config.head == "token_reward"
-        ):  # transformers' layer has a bias by default, and peft asks for all its tensors
+        if config.head == "token_reward":  # peft asks for the bias that transformers' layer has by default
             tensors[f"{PREFIX}score.bias"] = torch.zeros(score.size(0))
         settings |= {"task_type": task_of(config).peft_type, "modules_to_save": ["score"]}
     model_type = read_json_object(info.base / "config.json", optional=True).get("model_type")

