@@ -91,10 +91,7 @@ def _convert_weight(tensor: Any, metadata: dict[str, Any]) -> tuple[str, torch.T
         names = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
         return f"{names[kind]}.weight", weight.bfloat16()
     layer, part, _ = rest.split(".")
-    if part in (
-        "attn_q",
-        "attn_k",
-    ):  # RoPE pairs adjacent dimensions in llama.cpp, halves of a head in HF
+    if part in ("attn_q", "attn_k"):  # RoPE pairs adjacent dimensions in llama.cpp, halves of a head in HF
         heads = metadata["llama.attention.head_count" if part == "attn_q" else "llama.attention.head_count_kv"]
         weight = weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(shape)
     return f"model.layers.{layer}.{_LAYER[part]}.weight", weight.bfloat16()

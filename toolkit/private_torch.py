@@ -152,14 +152,12 @@ def prebuild_ddp_buckets(module: Any) -> None:
     With more than two ranks, a gradient's summation order depends on its position in a bucket. If the buckets after a
     resume differed from the uninterrupted run's, the first step would round differently (S2).
     """
-    if (
-        module.find_unused_parameters or module.static_graph
-    ):  # buckets are never rebuilt, or static_graph needs the model's own pass
+    # buckets are never rebuilt, or static_graph needs the model's own pass
+    if module.find_unused_parameters or module.static_graph:
         return
     weights = [(name, weight) for name, weight in reversed(list(module.named_parameters())) if weight.requires_grad]
-    weights.sort(
-        key=lambda named: "lm_head" not in named[0] and "score." not in named[0]
-    )  # the head is stored first and is the first to have a gradient
+    # the head is stored first and is the first to have a gradient
+    weights.sort(key=lambda named: "lm_head" not in named[0] and "score." not in named[0])
     module.reducer.prepare_for_forward()
     module.reducer.prepare_for_backward([])
     for _, weight in weights:

@@ -176,9 +176,8 @@ class MixtureOrder:
     def ids(self, positions: np.ndarray) -> np.ndarray:
         periods, slot = np.divmod(np.asarray(positions, dtype=np.int64) - self.began, PERIOD)
         source_of = self._pattern[slot]
-        positions = (
-            self._base[source_of] + periods * self.slots[source_of] + self._occurrences[slot]
-        )  # within each source
+        # within each source
+        positions = self._base[source_of] + periods * self.slots[source_of] + self._occurrences[slot]
         row_ids = np.empty_like(positions)
         for i in np.unique(source_of):
             in_source = source_of == i

@@ -142,9 +142,8 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_cau
     Shapes as in :func:`attend`. All heads share the mask.
     """
     repeats, enable_gqa = q.size(1) // k.size(1), False
-    if (
-        repeats > 1 and q.size(2) == 1 and not is_causal
-    ):  # treat a group's heads as extra queries, which every kernel supports
+    # treat a group's heads as extra queries, which every kernel supports
+    if repeats > 1 and q.size(2) == 1 and not is_causal:
         grouped = q.reshape(k.size(0), k.size(1), repeats, -1)
         return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale).reshape(q.shape)
     if repeats > 1:  # not "enable_gqa = repeats > 1": a compiled block's sizes can be symbolic, and so would it be

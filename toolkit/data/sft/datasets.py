@@ -216,9 +216,8 @@ def load_hub_split(repo_id: str, subset: str | None, split: str, option: str) ->
     except hub_error_types() as error:
         unreachable = error
     try:
-        config.HF_HUB_OFFLINE = (
-            was_offline or unreachable is not None
-        )  # if unreachable, use the cache: the library would retry for a minute
+        # if unreachable, use the cache: the library would retry for a minute
+        config.HF_HUB_OFFLINE = was_offline or unreachable is not None
         path, files = repo_id, None
         if Path(repo_id, "state.json").is_file():  # written by save_to_disk
             path, files = "arrow", f"{repo_id}/*.arrow"

@@ -115,9 +115,8 @@ def first_prompt(rows: TokenDataset) -> list[int]:
     """Return the first row's tokens through its first supervised token. For plain text, return its first tokens."""
     row = rows_of(rows[0])[0]
     ids, learned = row["input_ids"].tolist(), (row["labels"] >= 0).tolist()
-    size = (
-        int((row["documents"] == 0).sum()) if "documents" in row else len(ids)
-    )  # in a packed row, use the first document
+    # in a packed row, use the first document
+    size = int((row["documents"] == 0).sum()) if "documents" in row else len(ids)
     if not any(learned[:size]) or learned[0]:
         return ids[: max(1, min(PLAIN_PROMPT, size // 2))]
     return ids[: learned.index(True) + 1]
