@@ -12,7 +12,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -29,10 +29,19 @@ _ANSWERS = {"output", "completion", "response", "answer", "chosen", "rejected"} 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
-def exact_match(answers: Sequence[str], references: References, rows: Rows) -> Scores:
+def _by_row(score: Callable[[str, str | None], float]) -> Callable[..., Scores]:
+    """Return the metric whose values are ``score(answer, reference)`` of each row."""
+
+    def metric(answers: Sequence[str], references: References, rows: Rows) -> Scores:
+        return {score.__name__: list(map(score, answers, references))}
+
+    return metric
+
+
+@_by_row
+def exact_match(answer: str, reference: str | None) -> bool:
     """Whether the answer equals the reference, without whitespace around them."""
-    pairs = zip(answers, references, strict=True)
-    return {"exact_match": [answer.strip() == (reference or "").strip() for answer, reference in pairs]}
+    return answer.strip() == (reference or "").strip()
 
 
 def choice(log_probs: Sequence[Sequence[float]], references: References, rows: Rows) -> Scores:
@@ -53,10 +62,10 @@ def choice(log_probs: Sequence[Sequence[float]], references: References, rows: R
 choice.needs_log_probs = True  # type: ignore[attr-defined]
 
 
-def number(answers: Sequence[str], references: References, rows: Rows) -> Scores:
+@_by_row
+def number(answer: str, reference: str | None) -> bool:
     """Whether the last number of the answer equals the last number of the reference; 1,000.0 equals 1000."""
-    pairs = zip(answers, references, strict=True)
-    return {"number": [_last_number(answer) == _last_number(reference) is not None for answer, reference in pairs]}
+    return _last_number(answer) == _last_number(reference) is not None
 
 
 def _last_number(text: str | None) -> float | None:
@@ -74,7 +83,7 @@ def regex(answers: Sequence[str], references: References, rows: Rows, pattern: s
 
     def find(text: str) -> str | None:
         match = compiled.search(text)
-        return None if match is None else (match[1] if compiled.groups else match[0])
+        return match and match[bool(compiled.groups)]
 
     def is_equal(answer: str, reference: str | None) -> bool:
         text = find(answer)
@@ -83,31 +92,23 @@ def regex(answers: Sequence[str], references: References, rows: Rows, pattern: s
         expected = find(reference)
         return text.strip() == (reference if expected is None else expected).strip()
 
-    return {"regex": [is_equal(*pair) for pair in zip(answers, references, strict=True)]}
+    return {"regex": list(map(is_equal, answers, references))}
 
 
-def json_valid(answers: Sequence[str], references: References, rows: Rows) -> Scores:
+@_by_row
+def json_valid(answer: str, reference: str | None) -> bool:
     """Whether the answer is one JSON value."""
-    return {"json_valid": list(map(_is_json, answers))}
-
-
-def _is_json(text: str) -> bool:
     try:
-        json.loads(text)
+        json.loads(answer)
     except (ValueError, RecursionError):
         return False
     return True
 
 
-def rouge_l(answers: Sequence[str], references: References, rows: Rows) -> Scores:
+@_by_row
+def rouge_l(answer: str, reference: str | None) -> float:
     """ROUGE-L: F1 of the longest common subsequence of words (Lin, 2004), as rouge-score without stemmer."""
-    return {
-        "rouge_l": [_rouge_l(answer, reference or "") for answer, reference in zip(answers, references, strict=True)]
-    }
-
-
-def _rouge_l(answer: str, reference: str) -> float:
-    one, other = (re.findall("[a-z0-9]+", text.lower()) for text in (answer, reference))
+    one, other = (re.findall("[a-z0-9]+", (text or "").lower()) for text in (answer, reference))
     lengths = [0] * (len(other) + 1)  # of the longest common subsequence of the words so far and other[:i]
     for word in one:
         previous = 0

@@ -8,7 +8,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable
-from functools import wraps
 from itertools import islice
 from threading import Thread
 from typing import Any
@@ -35,10 +34,10 @@ def serve() -> None:
         try:
             request = json.loads(line)
             if function is None:
-                function = _load(**request)
+                function, more = _load(**request)
                 response: dict[str, Any] = {"needs_log_probs": bool(getattr(function, "needs_log_probs", False))}
             else:
-                response = {"values": check_values(function(*request), len(request[0]))}
+                response = {"values": check_values(function(*request, *more), len(request[0]))}
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a user's function can raise anything, SystemExit too
@@ -55,7 +54,8 @@ def _end_with_parent(parent: int) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _load(path: str, argument: str | None) -> Callable[..., Any]:
+def _load(path: str, argument: str | None) -> tuple[Callable[..., Any], list[str]]:
+    """Return the function and its arguments after the first three."""
     function = import_object(path)
     if not callable(function):
         raise TypeError(f"{path} is not a function")
@@ -65,14 +65,7 @@ def _load(path: str, argument: str | None) -> Callable[..., Any]:
     except TypeError as error:
         takes = "(answers, references, rows), and a text after NAME: as the fourth argument, if it takes one"
         raise TypeError(f"{error}; it is called with {takes}") from None
-    if argument is None:
-        return function
-
-    @wraps(function)
-    def with_argument(*values: Any) -> Any:
-        return function(*values, argument)
-
-    return with_argument
+    return function, more
 
 
 def check_values(result: Any, count: int) -> dict[str, Any]:
