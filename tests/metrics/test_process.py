@@ -5,6 +5,7 @@ import random
 import sys
 import textwrap
 import time
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -61,8 +62,8 @@ def start(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", sys.path[:])
     started = []
 
-    def start(name: str, seconds: float = 60.0) -> MetricProcess:
-        started.append(MetricProcess(parse_metrics(f"my_metrics:{name}")[0], seconds))
+    def start(name: str) -> MetricProcess:
+        started.append(MetricProcess(parse_metrics(f"my_metrics:{name}")[0], 60.0))
         return started[-1]
 
     yield start
@@ -83,13 +84,21 @@ def test_a_function_runs_in_a_process_of_its_own(start, capfd):
     assert printed.out == "" and printed.err.count("on stdout\n") == 2
 
 
+def test_a_function_with_two_arguments_has_two_names():
+    values = {}
+    for metric in parse_metrics(["regex:a", "rouge_l", "regex:b"]):
+        with closing(MetricProcess(metric, 60.0)) as started:
+            values |= started.call(["a"], [None], [{}])
+    assert values == {"regex": [1.0], "rouge_l": [0.0], "regex_2": [0.0]}
+
+
 def test_hostile_functions_end_in_one_line(start, monkeypatch):
     monkeypatch.setattr(process, "MAX_BYTES", 100_000)
     assert str(start("nan").call(["a"], [None], [{}])["m"]) == "nan"
 
     def check(name, reason):
         with pytest.raises(UserError) as caught:
-            start(name, 60.0).call(["a"], [None], [{}])
+            start(name).call(["a"], [None], [{}])
         line = str(caught.value)
         assert line.startswith(f"--eval.metric my_metrics:{name}: ") and reason in line
         assert "\n" not in line and len(line) < 800
@@ -126,7 +135,8 @@ def test_what_functions_may_return():
 
 
 def test_a_function_that_never_returns_is_ended_with_its_children(start):
-    sleeps = start("sleeps", 1.0)
+    sleeps = start("sleeps")
+    sleeps._seconds = 1.0
     with pytest.raises(UserError, match=r"sleeps: took longer than 1 s \(--eval.metric_timeout\)"):
         sleeps.call(["a"], [None], [{}])
     for _ in range(500):  # until the system has removed the killed child

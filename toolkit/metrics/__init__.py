@@ -35,25 +35,29 @@ class Metric(NamedTuple):
         entry: The entry, for messages.
         path: Dotted path of the function.
         argument: The text after the name; None without one.
+        suffix: What its names end with, because an earlier entry has the same function: _2, _3, ...
     """
 
     entry: str
     path: str
     argument: str | None = None
+    suffix: str = ""
 
 
 def parse_metrics(value: str | Sequence[str] | None) -> list[Metric]:
     """Return the metrics of ``--eval.metric``: names, ``NAME:TEXT`` or ``MODULE:FUNCTION``, separated by commas."""
     paths = METRICS | {name: entry.path for name, entry in registered("metrics", METRICS).items()}
-    metrics = []
+    metrics: list[Metric] = []
     entries = value.split(",") if isinstance(value, str) else value or []
     for entry in (str(entry).strip() for entry in entries):
         name, colon, argument = entry.partition(":")
         if name in paths:
-            metrics.append(Metric(entry, paths[name], argument if colon else None))
+            metric = Metric(entry, paths[name], argument if colon else None)
         elif name.replace(".", "").isidentifier() and argument.isidentifier():
-            metrics.append(Metric(entry, f"{name}.{argument}"))
+            metric = Metric(entry, f"{name}.{argument}")
         else:
             hint = did_you_mean(name, paths) or f"; use {', '.join(paths)}, or MODULE:FUNCTION"
             raise UserError(f"--eval.metric {entry}: no such metric{hint}")
+        n = sum(other.path == metric.path for other in metrics)
+        metrics.append(metric._replace(suffix=f"_{n + 1}" if n else ""))
     return metrics

@@ -47,12 +47,13 @@ class MetricProcess:
     def call(
         self, answers: Sequence[Any], references: Sequence[str | None], rows: Sequence[dict[str, Any]]
     ) -> dict[str, float | list[float]]:
-        """Return the function's values.
+        """Return the function's values, by name with the metric's suffix.
 
         Raises:
             UserError: The function failed, or what it returned is not what :mod:`toolkit.metrics` asks for.
         """
-        return self._request([answers, references, rows])["values"]
+        values = self._request([answers, references, rows])["values"]
+        return {f"{name}{self.metric.suffix}": value for name, value in values.items()}
 
     def close(self) -> None:
         """End the process, and those that the function has started."""
