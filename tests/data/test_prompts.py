@@ -97,7 +97,7 @@ def test_mistakes_in_rows_are_one_line(write, chat):
     ])  # fmt: skip
     for more in ({}, {"choices": ["a"]}, {"choices": ["b", "c"]}, {"choices": ["a", 1]}):
         check(good | more, needs, with_choices=True)
-    for path, message in ((write([good], "rows.txt"), "must end in .json, .jsonl"), ("none.json", "no such file")):
+    for path, message in ((write([good], "rows.txt"), "must end in .json or .jsonl"), ("none.json", "no such file")):
         with pytest.raises(UserError, match=message):
             prompts_of(path, template)
     with pytest.raises(UserError, match="--data Preference has no held-out rows with answers; give --eval.metric_data"):

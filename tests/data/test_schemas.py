@@ -166,7 +166,7 @@ def test_empty_answers_raise_their_own_error(row):
 
 def read(path, kinds=JSON_KINDS, name="json_path"):
     """Return the splits of a path, each as a list of (position, row)."""
-    splits = find_splits(str(path), name, kinds)
+    splits = find_splits(str(path), f"--data.{name}", kinds)
 
     def rows(sources):
         return [(describe_row(source, number), row) for source in sources for number, row in source.rows()]
@@ -203,7 +203,7 @@ def test_folder_splits_are_found(tmp_path):
     assert read(tmp_path)[1] == [(f"{tmp_path}/test.jsonl line 1", {"text": "t"})]
     write(tmp_path / "val.jsonl", '{"text": "v"}')
     assert read(tmp_path)[1] == [(f"{tmp_path}/val.jsonl line 1", {"text": "v"})]
-    notes = find_splits(str(tmp_path), "json_path", JSON_KINDS).notes
+    notes = find_splits(str(tmp_path), "--data.json_path", JSON_KINDS).notes
     assert notes == (f"{tmp_path}: not read: test.jsonl (train is the training split, val is the validation split)",)
 
 
@@ -211,12 +211,12 @@ def test_unread_files_of_a_folder_are_reported(tmp_path):
     for name in ("train.jsonl", "dev.jsonl", "more.JSON", "train.csv", "notes.txt", "trainer.json", ".hidden.json"):
         write(tmp_path / name, '{"text": "x"}')
     (tmp_path / "old.jsonl").mkdir()
-    (note,) = find_splits(str(tmp_path), "json_path", JSON_KINDS).notes
+    (note,) = find_splits(str(tmp_path), "--data.json_path", JSON_KINDS).notes
     files = "dev.jsonl, more.JSON, train.csv, trainer.json"
     assert note == f"{tmp_path}: not read: {files} (train is the training split; name the validation split val)"
     for i in range(20):
         write(tmp_path / f"a{i:02}.jsonl", '{"text": "x"}')
-    (note,) = find_splits(str(tmp_path), "json_path", JSON_KINDS).notes
+    (note,) = find_splits(str(tmp_path), "--data.json_path", JSON_KINDS).notes
     assert "not read: a00.jsonl, a01.jsonl, a02.jsonl, a03.jsonl, a04.jsonl and 19 more (" in note
 
 
@@ -328,7 +328,7 @@ def test_invalid_json_files_raise_one_line_errors(tmp_path, name, content, messa
     if content is not None:
         write(tmp_path / name, content)
     with pytest.raises(UserError, match=message) as error:
-        splits = find_splits(str(tmp_path / name), "json_path", JSON_KINDS)
+        splits = find_splits(str(tmp_path / name), "--data.json_path", JSON_KINDS)
         for source in splits.train:
             source.fingerprint()
             list(source.rows())
@@ -349,7 +349,7 @@ def test_pipes_and_devices_are_refused(tmp_path):
     os.mkfifo(tmp_path / "rows.jsonl")
     for path, name, kinds in ((tmp_path / "rows.jsonl", "json_path", JSON_KINDS), ("/dev/zero", "csv_path", CSV_KINDS)):
         with pytest.raises(UserError, match=f"--data.{name} .*: not a regular file"):
-            find_splits(str(path), name, kinds)
+            find_splits(str(path), f"--data.{name}", kinds)
 
 
 def test_non_utf8_files_are_an_error(tmp_path):
@@ -424,6 +424,6 @@ def test_rows_of_tables_have_no_fields_of_other_rows(tmp_path):
     calls = [{"city": "Rome"}, {"days": [1, 2]}]
     rows = [{"messages": [{**USER, "tool_calls": [{"arguments": args}]}], "tools": [args]} for args in calls]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    (file,) = find_splits(str(tmp_path / "a.parquet"), "parquet_path", PARQUET_KINDS).train
+    (file,) = find_splits(str(tmp_path / "a.parquet"), "--data.parquet_path", PARQUET_KINDS).train
     assert [row for _, row in file.rows()] == rows
     assert [row for _, row in HubRows(datasets.Dataset.from_list(rows), "a").rows()] == rows

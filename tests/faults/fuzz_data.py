@@ -106,7 +106,7 @@ def make_rows(folder: Path) -> list[str]:
 def read_rows(folder: Path) -> None:
     for path in sorted(folder.iterdir()):
         try:
-            splits = read_prompts(str(path)) if path.stem == "prompts" else find_splits(str(path), "path", KINDS)
+            splits = read_prompts(str(path)) if path.stem == "prompts" else find_splits(str(path), "--data.path", KINDS)
             for source in () if path.stem == "prompts" else [*splits.train, *(splits.val or ())]:
                 for number, row in source.rows():
                     for parse in (to_record, lambda row, where: to_completions(row, where, None, rated=True)):

@@ -244,8 +244,8 @@ def find_hub_splits(data: Any) -> tuple[str, Splits]:
 
 def find_file_splits(data: Any, name: str, kinds: dict[str, str] = KINDS) -> tuple[str, Splits]:
     """Return the option ``--data.<name>`` of a data module and the rows of its file or folder."""
-    path = getattr(data, name)
-    return f"--data.{name} {path}", find_splits(path, name, kinds)
+    flag, path = f"--data.{name}", getattr(data, name)
+    return f"{flag} {path}", find_splits(path, flag, kinds)
 
 
 @dataclass

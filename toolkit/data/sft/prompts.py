@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from toolkit.data.base import Values
@@ -11,7 +10,7 @@ from toolkit.data.chat.template import ChatTemplate
 from toolkit.data.sft.datasets import InstructionData
 from toolkit.data.sft.messages import Conversation
 from toolkit.data.sft.prepare import PackedDataset
-from toolkit.data.sft.readers import KINDS, describe_row, splits_of_file
+from toolkit.data.sft.readers import KINDS, describe_row, find_splits
 from toolkit.data.sft.schemas import ANSWER, CONVERSATION, PAIR, Columns, Record, to_completions, to_record
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
@@ -65,11 +64,7 @@ def read_prompts(
 
 
 def _file_rows(path: str) -> Iterator[tuple[str, Any]]:
-    option, file = f"--eval.metric_data {path}", Path(path).expanduser()
-    if not file.is_file() or (kind := KINDS.get(file.suffix.lower())) is None:
-        reason = "must end in" if file.is_file() else "no such file; give one that ends in"
-        raise UserError(f"{option}: {reason} {', '.join(KINDS)}")
-    for source in splits_of_file(file, kind, option).train:
+    for source in find_splits(path, "--eval.metric_data", KINDS).train:
         yield from ((describe_row(source, number), row) for number, row in source.rows())
 
 

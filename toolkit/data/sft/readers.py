@@ -126,24 +126,26 @@ def _name_file(path: Path, option: str) -> Iterator[None]:
 # ---- finding
 
 
-def find_splits(value: str | None, name: str, kinds: dict[str, str]) -> Splits:
-    """Resolve ``--data.<name> <value>``: a file, or a folder with train and val files.
+def find_splits(value: str | None, flag: str, kinds: dict[str, str]) -> Splits:
+    """Resolve the path ``value`` of an option: a file, or a folder with train and val files.
 
     Args:
-        value: The path. A folder has ``train`` and ``val`` (or validation, or test) files, possibly sharded, such as
-            ``train-00000-of-00002.parquet``.
+        value: The path; None if it is not set. A folder has ``train`` and ``val`` (or validation, or test) files,
+            possibly sharded, such as ``train-00000-of-00002.parquet``.
+        flag: The option, such as ``--data.json_path``.
         kinds: File format by suffix.
     """
     if not value:
-        raise UserError(f"--data.{name}: must be given")
-    option, path = f"--data.{name} {value}", Path(value).expanduser()
+        raise UserError(f"{flag}: must be given")
+    option, path = f"{flag} {value}", Path(value).expanduser()
     if path.is_dir():
         return _find_in_folder(path, option, kinds)
     if not path.is_file():
         raise UserError(f"{option}: {'not a regular file' if path.exists() else 'no such file or folder'}")
     kind = kinds.get(path.suffix.lower())
     if kind is None:
-        raise UserError(f"{option}: must end in {' or '.join(kinds)}; other files: --data JSON, CSV or Parquet")
+        others = "" if kinds == KINDS else "; other files: --data JSON, CSV or Parquet"
+        raise UserError(f"{option}: must end in {' or '.join(kinds)}{others}")
     return splits_of_file(path, kind, option)
 
 
