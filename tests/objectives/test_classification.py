@@ -348,7 +348,7 @@ def test_adapters_of_a_token_reward_are_peft_s(base):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("head", ["reward", "token_reward"])
-def test_rewards_are_bradley_terry_s_and_one_curve(base, head):
+def test_rewards_are_bradley_terry_s_and_one_curve(base, head, capsys):
     import transformers
 
     is_token, kind = head == "token_reward", "compared_tokens" if head == "token_reward" else "compared"
@@ -407,6 +407,10 @@ def test_rewards_are_bradley_terry_s_and_one_curve(base, head):
     assert Path("rewarded/best/COMPLETE").exists()
     with pytest.raises(ValueError, match="base: has no head"):
         functions.reward(["fine"], [None], rows[:1], "base")
+    assert main(["classify", "micro8/final", "--texts", "pairs.jsonl"]) == 2
+    error = capsys.readouterr().err
+    assert "pairs.jsonl line 1: is a pair of answers" in error and "; give a text, messages, or a prompt" in error
+    assert "--objective" not in error
 
 
 WITHOUT = ("cohere2", "ernie4_5", "ernie4_5_moe", "granite", "granitemoe", "olmoe")

@@ -50,8 +50,9 @@ def setup(
         source: Any = RowFile(Path("/dev/stdin"), "csv", "--texts -")
     else:
         require_option(Path(texts).is_file(), "texts", texts, "no such file")
-        (source,) = find_splits(texts, "texts", KINDS).train
-    from toolkit.data.chat.template import tokenizer_template
+        (source,) = find_splits(texts, "--texts", KINDS).train
+    from toolkit.data.chat.template import Encoding, tokenizer_template
+    from toolkit.data.sft.tokenize import mark_scored, tokenize_record
     from toolkit.inference.chat import find_template
     from toolkit.inference.load import load_checkpoint
 
@@ -63,73 +64,73 @@ def setup(
         verify_checkpoint=verify_checkpoint,
         takes_head=True,
     )
-    config = loaded.model.config
+    config, tokenizer = loaded.model.config, loaded.tokenizer
     if config.head is None:
         raise UserError(f"checkpoint_dir {checkpoint_dir}: has no head; train one with toolkit finetune_full --head")
     labeling = Labeling(text_column, text_pair_column)
     is_reward = config.head != "classification" and text_column is None
-    has_template = tokenizer_template(loaded.tokenizer) is not None
-    template = find_template(loaded.tokenizer) if has_template else None
-    no_template = UserError(f"checkpoint_dir {checkpoint_dir}: has no chat template for messages; give texts")
-    train_on = "last_answer" if config.head == "token_reward" else "all"
-    options = SimpleNamespace(tokenizer=loaded.tokenizer, template=template, no_template=no_template, train_on=train_on)
-    rows, records = [], []
+    of_tokens, limit = config.head == "token_reward", config.block_size
+    options: Any = SimpleNamespace(
+        tokenizer=tokenizer,
+        template=find_template(tokenizer) if tokenizer_template(tokenizer) is not None else None,
+        no_template=UserError(f"checkpoint_dir {checkpoint_dir}: has no chat template for messages; give texts"),
+        train_on="last_answer" if of_tokens else "all",
+    )
+    rows, encodings, n_cut = [], [], 0
     for number, row in source.rows():  # check all before the first is printed
         where = describe_row(source, number)
         try:
-            records.append(to_record(row, where) if is_reward else labeling.parse(row, where, needs_label=False))
+            record = to_record(row, where) if is_reward else labeling.parse(row, where, needs_label=False)
         except UserError as error:
-            raise UserError(str(error).replace("--data.text", "--text")) from error
+            reason, _, fix = str(error).partition("; ")
+            if "--" in fix:  # an option of training
+                fix = "give a text, messages, or a prompt with its completion; see --text_column"
+            raise UserError(f"{reason}; {fix}") from error
+        ids, loss_mask = tokenize_record(record, options)
         rows.append(row)
-    columns, writer, n_cut = list(dict.fromkeys(name for row in rows for name in row)), None, 0
+        encodings.append(mark_scored(Encoding(ids[:limit], loss_mask[:limit]), tokenizer.pad_id, of_tokens))
+        n_cut += len(ids) > limit
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    labels: Any = config.labels if config.problem_type in (SINGLE, MULTI) else []
+    added = ["prediction", *["token_rewards"] * of_tokens, *(f"score_{label}" for label in labels)]
+    if repeated := {*columns} & {*added}:
+        raise UserError(f"--texts {texts}: has a column {min(repeated)}, which classify adds; rename it")
+    writer = csv.writer(sys.stdout)
+    writer.writerow([*columns, *added])
     for start in range(0, len(rows), batch_size):
         part = slice(start, start + batch_size)
-        predictions, cut = predict(loaded, records[part], options)
-        n_cut += cut
-        for row, prediction in zip(rows[part], predictions, strict=True):
-            if writer is None:
-                if repeated := {*columns} & prediction.keys():
-                    raise UserError(f"--texts {texts}: has a column {min(repeated)}, which classify adds; rename it")
-                writer = csv.DictWriter(sys.stdout, [*columns, *prediction])
-                writer.writeheader()
-            values = (row | prediction).items()
-            writer.writerow({k: json.dumps(v) if isinstance(v, list | dict) else v for k, v in values})
+        for row, predictions in zip(rows[part], predict(loaded.model, encodings[part]), strict=True):
+            cells = [*map(row.get, columns), *predictions]
+            writer.writerow([json.dumps(cell) if isinstance(cell, list | dict) else cell for cell in cells])
     if n_cut:
-        print(f"{n_cut:,} texts cut to {config.block_size:,} tokens, the model's context length", file=sys.stderr)
+        print(f"{n_cut:,} texts cut to {limit:,} tokens, the model's context length", file=sys.stderr)
 
 
-def predict(loaded: Any, records: list[Any], options: Any) -> tuple[list[dict[str, Any]], int]:
-    """Return the columns to add to each row, and the number of texts that are longer than the model's context.
+def predict(model: Any, encodings: list[Any]) -> list[list[Any]]:
+    """Return what to add to the row of each text: the prediction, and probabilities or rewards.
 
-    ``options``: tokenizer and template, as in :class:`toolkit.data.sft.tokenize.SFTConfig`.
+    ``encodings``: of :func:`toolkit.data.sft.tokenize.mark_scored`.
     """
     import torch
 
     from toolkit.data.batch import NO_ROUNDING, collate
-    from toolkit.data.chat.template import Encoding
-    from toolkit.data.sft.tokenize import mark_scored, tokenize_record
     from toolkit.objectives.scores import read_scores
 
-    model, tokenizer = loaded.model, loaded.tokenizer
-    texts, limit, rows = [tokenize_record(record, options) for record in records], model.config.block_size, []
-    of_tokens = model.config.head == "token_reward"
-    for ids, loss_mask in texts:
-        encoding = Encoding(ids[:limit], loss_mask[:limit])
-        tokens, mask = map(torch.tensor, mark_scored(encoding, tokenizer.pad_id, of_tokens))
-        rows.append({"input_ids": tokens[:-1], "labels": torch.where(mask, tokens, IGNORE_INDEX)[1:]})
-    batch = collate([*rows], [*range(len(rows))], [], 0, NO_ROUNDING)
+    batch_rows: list[Any] = []
+    for tokens, mask in (map(torch.tensor, encoding) for encoding in encodings):
+        batch_rows.append({"input_ids": tokens[:-1], "labels": torch.where(mask, tokens, IGNORE_INDEX)[1:]})
+    batch = collate(batch_rows, [*range(len(batch_rows))], [], 0, NO_ROUNDING)
     with torch.no_grad():
         scores, row_of_score, _ = read_scores(model, batch, next(model.parameters()).device)
-    kind, labels = model.config.problem_type, model.config.labels
-    if of_tokens:
-        by_row = scores[:, 0].split(row_of_score.bincount(minlength=len(rows)).tolist())
-        columns = [{"prediction": rewards.mean().item(), "token_rewards": rewards.tolist()} for rewards in by_row]
-    elif kind not in (SINGLE, MULTI):
-        columns = [{"prediction": score} for score in scores[:, 0].tolist()]
-    else:
-        columns = []
-        for shares in (scores.softmax(1) if kind == SINGLE else scores.sigmoid()).tolist():
-            several = [label for label, share in zip(labels, shares, strict=True) if share > 0.5]
-            prediction = several if kind == MULTI else labels[shares.index(max(shares))]
-            columns.append({"prediction": prediction} | {f"score_{k}": v for k, v in zip(labels, shares, strict=True)})
-    return columns, sum(len(ids) > limit for ids, _ in texts)
+    if model.config.head == "token_reward":
+        by_row = scores[:, 0].split(row_of_score.bincount(minlength=len(batch_rows)).tolist())
+        return [[rewards.mean().item(), rewards.tolist()] for rewards in by_row]
+    labels = model.config.labels
+    match model.config.problem_type:
+        case "single_label_classification":
+            shares = scores.softmax(1).tolist()
+            return [[labels[of_row.index(max(of_row))], *of_row] for of_row in shares]
+        case "multi_label_classification":
+            shares = scores.sigmoid().tolist()
+            return [[[labels[i] for i, share in enumerate(of_row) if share > 0.5], *of_row] for of_row in shares]
+    return scores[:, :1].tolist()
