@@ -57,26 +57,49 @@ class Answers(NamedTuple):
 
 @dataclass
 class PairObjective(Objective):
-    """An objective over pairs of completions."""
+    """An objective over pairs of completions, each with a reward."""
 
     normalizers = (TOKENS, PAIRS)
-    row_kind, rows_per_sample = "pairs", 2
+    rows_per_sample = 2
     epochs = 1.0
-    learning_rates = (5e-6, 5e-7)
-    logged: ClassVar[tuple[str, ...]] = ()
-
-    @abstractmethod
-    def of_pairs(self, chosen: "Answers", rejected: "Answers") -> "dict[str, Tensor]":
-        """Return the loss, the rewards "reward_chosen" and "reward_rejected", and the ``logged`` parts, (n,) each."""
+    logged: ClassVar[tuple[str, ...]] = ("accuracy", "reward_chosen", "reward_rejected", "reward_margin")
 
     def parts(self, module: "nn.Module") -> tuple[Part, ...]:
-        names = [f"{kind}_{which}" for kind in ("reward", "log_prob") for which in ("chosen", "rejected")]
-        names += ["reward_margin", "accuracy", *self.logged]
-        logged = (Part(name, PAIRS, weight=0) for name in names)
-        return (Part(LOSS, PAIRS), *balancing_parts(module), *logged)
+        return (Part(LOSS, PAIRS), *balancing_parts(module), *(Part(name, PAIRS, weight=0) for name in self.logged))
 
     def count(self, batch: "Batch") -> dict[str, int]:
         return {PAIRS: sum(row >= 0 for row in batch.ids[::2])}
+
+    @staticmethod
+    def sums_of_pairs(values: "dict[str, Tensor]") -> "dict[str, Tensor]":
+        """Return the sums of the values of n pairs, (n,) each, and of margin and accuracy.
+
+        Args:
+            values: The loss, "reward_chosen", "reward_rejected" and others.
+        """
+        values["reward_margin"] = values["reward_chosen"] - values["reward_rejected"]
+        values["accuracy"] = (values["reward_margin"] > 0).float()
+        return {name: (value if name == LOSS else value.detach()).sum() for name, value in values.items()}
+
+
+@dataclass
+class LikelihoodObjective(PairObjective):
+    """An objective over the log-probabilities of both completions."""
+
+    row_kind = "pairs"
+    learning_rates = (5e-6, 5e-7)
+    logged: ClassVar[tuple[str, ...]] = (
+        "reward_chosen",
+        "reward_rejected",
+        "log_prob_chosen",
+        "log_prob_rejected",
+        "reward_margin",
+        "accuracy",
+    )
+
+    @abstractmethod
+    def of_pairs(self, chosen: "Answers", rejected: "Answers") -> "dict[str, Tensor]":
+        """Return the loss, the rewards "reward_chosen" and "reward_rejected", and further parts, (n,) each."""
 
     def sums(self, model: "nn.Module", batch: "Batch", device: "torch.device") -> "dict[str, Tensor]":
         import torch
@@ -88,11 +111,8 @@ class PairObjective(Objective):
         rows = rows.view(-1, 2)  # without fillers, which would have no tokens to divide by
         chosen, rejected = (Answers(log_probs[rows[:, i]], tokens[rows[:, i]], reference[rows[:, i]]) for i in range(2))
         values = self.of_pairs(chosen, rejected)
-        values["reward_margin"] = values["reward_chosen"] - values["reward_rejected"]
-        values["accuracy"] = (values["reward_margin"] > 0).float()
         values |= {"log_prob_chosen": chosen.log_prob, "log_prob_rejected": rejected.log_prob}
-        sums = {name: (value if name == LOSS else value.detach()).sum() for name, value in values.items()}
-        return sums | balancing_sums
+        return self.sums_of_pairs(values) | balancing_sums
 
     def reference(self, model: "nn.Module", batch: "Batch", device: "torch.device") -> "Tensor":
         """Return the log-probability of each row under the reference model, (B,) fp32; zeros if there is none."""
@@ -131,7 +151,7 @@ def balancing_parts(module: "nn.Module") -> tuple[Part, ...]:
 
 
 @dataclass
-class DPO(PairObjective):
+class DPO(LikelihoodObjective):
     """Direct preference optimization: prefer the chosen completions, relative to a reference model.
 
     The reference is the initial model: without adapters in finetune_lora; in finetune_full its log-probabilities are
@@ -152,7 +172,7 @@ class DPO(PairObjective):
     reference_dir: str | None = None
 
     has_reference = True
-    logged = ("sft_loss",)
+    logged = (*LikelihoodObjective.logged, "sft_loss")
 
     def __post_init__(self) -> None:
         require_option(self.beta > 0, "objective.beta", self.beta, "must be greater than zero")
@@ -201,7 +221,7 @@ class DPO(PairObjective):
 
 
 @dataclass
-class ORPO(PairObjective):
+class ORPO(LikelihoodObjective):
     """Odds ratio preference optimization: imitate the chosen completions, and prefer them; without a reference model.
 
     Args:
@@ -210,7 +230,7 @@ class ORPO(PairObjective):
 
     beta: float = 0.1
 
-    logged = ("sft_loss", "odds_loss")
+    logged = (*LikelihoodObjective.logged, "sft_loss", "odds_loss")
 
     def __post_init__(self) -> None:
         require_option(self.beta > 0, "objective.beta", self.beta, "must be greater than zero")
@@ -229,7 +249,7 @@ class ORPO(PairObjective):
 
 
 @dataclass
-class SimPO(PairObjective):
+class SimPO(LikelihoodObjective):
     """Simple preference optimization: log-probabilities per token, with a margin; without a reference model.
 
     Args:

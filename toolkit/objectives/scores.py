@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from toolkit.models.config_checks import HeadName
-from toolkit.models.labels import IGNORE_INDEX, TOKENS
+from toolkit.models.labels import IGNORE_INDEX
 from toolkit.objectives.base import LOSS, Objective, Part
-from toolkit.objectives.preference import BALANCING, PAIRS, balancing_parts, has_balancing
+from toolkit.objectives.preference import BALANCING, PairObjective, balancing_parts, has_balancing
 
 if TYPE_CHECKING:
     import torch
@@ -79,23 +79,13 @@ class Classification(Objective):
 
 
 @dataclass
-class Reward(Objective):
+class Reward(PairObjective):
     """Train a reward model on pairs of completions: --data Preference, with an optional column margin.
     --head reward implies it.
     """
 
-    normalizers = (TOKENS, PAIRS)
     head: ClassVar[HeadName | None] = "reward"
     row_kind: "ClassVar[RowKind]" = "compared"
-    rows_per_sample = 2
-    epochs = 1.0
-
-    def parts(self, module: "nn.Module") -> tuple[Part, ...]:
-        names = ("accuracy", "reward_chosen", "reward_rejected", "reward_margin")
-        return (Part(LOSS, PAIRS), *balancing_parts(module), *(Part(name, PAIRS, weight=0) for name in names))
-
-    def count(self, batch: "Batch") -> dict[str, int]:
-        return {PAIRS: sum(row >= 0 for row in batch.ids[::2])}
 
     def sums(self, model: "nn.Module", batch: "Batch", device: "torch.device") -> "dict[str, Tensor]":
         from torch.nn.functional import logsigmoid
@@ -103,11 +93,8 @@ class Reward(Objective):
         scores, rows, sums = read_scores(model, batch, device)
         chosen, rejected = mean_scores(scores, rows).view(-1, 2).unbind(1)
         margins = batch.values["targets"].to(device)[::2, 0] if len(scores) else chosen
-        difference = chosen - rejected
-        values = {"reward_chosen": chosen, "reward_rejected": rejected, "reward_margin": difference}
-        values["accuracy"] = (difference > 0).float()
-        logged = {name: value.detach().sum() for name, value in values.items()}
-        return {LOSS: -logsigmoid(difference - margins).sum()} | sums | logged
+        values = {LOSS: -logsigmoid(chosen - rejected - margins), "reward_chosen": chosen, "reward_rejected": rejected}
+        return self.sums_of_pairs(values) | sums
 
 
 @dataclass
