@@ -55,7 +55,7 @@ class Decoder:
         is_alone: bool = False,
     ) -> None:
         self.model, self.cache, self.lengths = model, cache, [len(prompt) for prompt in prompts]
-        self.is_together = ranks.world_size() > 1 and not is_alone
+        self.count, self.is_together = count, ranks.world_size() > 1 and not is_alone
         self.width, device = max(width, *self.lengths), cache[0].keys.device
         ids = pad_sequence(list(prompts), batch_first=True, padding_side="left")
         ids = F.pad(ids, (self.width - ids.size(1), count))
@@ -157,28 +157,14 @@ def fix_shapes(decoder: Decoder, done: int, notice: Report) -> Callable[[], obje
 
 # not inference_mode: cached tensors of the model may later be used in training, which rejects inference tensors
 @torch.no_grad()
-def decode(
-    model: GPT,
-    prompts: Sequence[Tensor],
-    count: int,
-    sampling: Sampling,
-    seeds: Sequence[int | None],
-    cache: KVCache | None,
-    notice: Report,
-    cuda_graph: bool,
-    width: int = 0,
-    is_alone: bool = False,
-) -> Generator[list[int], None, None]:
-    """Yield the next token of each row ``count`` times, without stopping at end-of-sequence tokens.
+def decode(decoder: Decoder, notice: Report, cuda_graph: bool) -> Generator[list[int], None, None]:
+    """Yield the next token of each row ``decoder.count`` times, without stopping at end-of-sequence tokens.
 
-    Arguments: see :class:`Decoder` and :func:`toolkit.inference.generate.generate_batch`. When the caller stops, the KV
-    cache holds the yielded tokens except the last.
+    Other arguments: see :func:`toolkit.inference.generate.generate_batch`. When the caller stops, the KV cache holds
+    the yielded tokens except the last.
     """
-    capacity = max(width, *map(len, prompts)) + count
-    cache = model.make_cache(len(prompts), capacity) if cache is None else cache
-    cache.reserve(capacity)
-    device = cache[0].keys.device
-    decoder = Decoder(model, cache, prompts, count, sampling, seeds, width, is_alone)
+    model, cache, count = decoder.model, decoder.cache, decoder.count
+    device = decoder.ids.device
     step: Callable[[], object] = decoder.step
     done = n_yielded = 0
     try:

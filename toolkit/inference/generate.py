@@ -12,7 +12,7 @@ from torch import Tensor
 from toolkit.data.base import Report
 from toolkit.distributed import ranks
 from toolkit.errors import UserError, require_option
-from toolkit.inference.decode import decode
+from toolkit.inference.decode import Decoder, decode
 from toolkit.inference.sampling import Sampling
 from toolkit.models.gpt import GPT
 from toolkit.models.kv_cache import KVCache
@@ -92,8 +92,11 @@ def generate_batch(
     counts = [min(max_new_tokens, limit - len(prompt)) for prompt in prompts]
     seeds = [None] * len(prompts) if seeds is None else seeds
     lengths = list(map(len, lockstep or prompts))
-    count, is_apart = min(max_new_tokens, limit - min(lengths)), is_alone or bool(lockstep)
-    steps = decode(model, prompts, count, sampling, seeds, cache, notice, cuda_graph, max(lengths), is_apart)
+    count, width = min(max_new_tokens, limit - min(lengths)), max(lengths)
+    cache = model.make_cache(len(prompts), width + count) if cache is None else cache
+    cache.reserve(width + count)
+    decoder = Decoder(model, cache, prompts, count, sampling, seeds, width, is_alone or bool(lockstep))
+    steps = decode(decoder, notice, cuda_graph)
 
     def is_over(has_ended: list[bool]) -> bool:
         busy = not all(has_ended)
