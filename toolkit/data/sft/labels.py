@@ -58,10 +58,11 @@ class Labeling:
         required = {"text_column": column, "text_pair_column": self.text_pair_column}
         required |= {"label_column": self.label_column} if needs_label else {}
         for option, name in required.items():
-            if name is not None and name not in row:
+            if name is None:
+                continue
+            if name not in row:
                 raise UserError(f"{where}: has no {name}; {describe_columns(row)}; see --data.{option}")
-            value = "" if name is None else row[name]
-            if name is not None and (value is None or (isinstance(value, str) and not value.strip())):
+            if row[name] is None or not str(row[name]).strip():
                 raise EmptyAnswerError(f"{where}: has an empty {name}; fix or remove this row")
         require_unicode(row, where)
         label = self._read_label(row[self.label_column], where) if needs_label else None
@@ -110,19 +111,20 @@ class Labeling:
         if problem == REGRESSION:
             numbers = [_to_number(record) for record in records]
             text = f"label: mean {np.mean(numbers):.4g}, from {min(numbers):.4g} to {max(numbers):.4g} ({REGRESSION})"
-            targets = np.stack([numbers, np.ones(len(numbers))], axis=1, dtype=np.float32)
+            targets = np.array([[number, 1] for number in numbers], np.float32)
             return targets, (model_labels.names if model_labels else [self.label_column], REGRESSION, text)
         by_row = [_names_of(record, problem) for record in records]
         counts = Counter(name for names, trains in zip(by_row, is_train, strict=True) if trains for name in names)
         names = model_labels.names if model_labels else _sort(counts)
         if len(names) < 2 and problem == SINGLE:
             raise UserError(f"--data.label_column {self.label_column}: all rows have the same label {names}; give two")
-        of = "the model has only the labels" if model_labels else "the training data has only the labels"
+        origin = "the model" if model_labels else "the training data"
         for record, names_of_row in zip(records, by_row, strict=True):
             for name in set(names_of_row) - {*names}:
-                raise UserError(f"{record.where}: {self.label_column} {name!r:.60}: {of} {join_first(names, 10)}")
+                has = f"{origin} has only the labels {join_first(names, 10)}"
+                raise UserError(f"{record.where}: {self.label_column} {name!r:.60}: {has}")
         index = {name: i for i, name in enumerate(names)}
-        text = ", ".join(f"{name} {counts[name]:,}" for name in names[:20]) + (", ..." if len(names) > 20 else "")
+        text = join_first([f"{name} {counts[name]:,}" for name in names], 20)
         if problem == SINGLE:
             weights = self._weights(names, counts)
             targets = np.array([[index[name], weights[name]] for (name,) in by_row], np.float32)
@@ -168,15 +170,15 @@ def _to_number(record: Record) -> float:
 
 def _names_of(record: Record, problem: str) -> list[str]:
     """Return the names of a row's labels: strings as they are, numbers and booleans as in JSON."""
-    value = record.label
-    if isinstance(value, list) and problem == SINGLE:
-        raise UserError(f"{record.where}: label {value!r:.40}: is a list; set {_PROBLEM} {MULTI}")
-    return [
-        item if isinstance(item, str) else json.dumps(item) for item in (value if isinstance(value, list) else [value])
-    ]
+    values = record.label if isinstance(record.label, list) else [record.label]
+    if values is record.label and problem == SINGLE:
+        raise UserError(f"{record.where}: label {values!r:.40}: is a list; set {_PROBLEM} {MULTI}")
+    return [value if isinstance(value, str) else json.dumps(value) for value in values]
 
 
 def _sort(names: Counter[str]) -> list[str]:
     """Sort labels: as numbers if all are integers, otherwise as text."""
-    are_integers = all(name.lstrip("-").isdecimal() for name in names)
-    return sorted(names, key=(lambda name: (int(name), name)) if are_integers else None)  # type: ignore[arg-type]
+    try:
+        return sorted(names, key=lambda name: (int(name), name))
+    except ValueError:
+        return sorted(names)
