@@ -35,10 +35,9 @@ def macro_f1(predicted: np.ndarray, actual: np.ndarray) -> float:
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:
     """Return Spearman's rank correlation of two vectors: nan if one is constant."""
-    ranks = [_ranks(values) for values in (a, b)]
-    deviations = [values - values.mean() for values in ranks]
-    norm = np.sqrt(np.prod([(values**2).sum() for values in deviations]))
-    return float((deviations[0] * deviations[1]).sum() / norm) if norm else float("nan")
+    (variance_a, covariance), (_, variance_b) = np.cov(_ranks(a), _ranks(b), ddof=0)
+    with np.errstate(invalid="ignore"):  # 0 / 0
+        return float(covariance / np.sqrt(variance_a * variance_b))
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:
