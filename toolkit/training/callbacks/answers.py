@@ -159,6 +159,8 @@ class AnswerMetrics(TimedMetrics):
             for name, value in measured.items():
                 for line, of_row in zip(lines, value if isinstance(value, list) else [], strict=False):
                     line[name] = of_row
+        # JSON has neither NaN nor infinity
+        lines = json.loads(json.dumps(lines), parse_constant=lambda name: None)
         write_atomic(trainer.out_dir / ANSWERS, "".join(json.dumps(line) + "\n" for line in lines).encode())
         columns = {f"{VAL}{name}": value for name, value in summary.items()}
         if other := sorted(columns.keys() ^ {*self.columns}):
