@@ -158,7 +158,7 @@ def test_columns_and_fields_that_are_not_read_are_named_once(prepare):
     shows_names = CALLS.replace("CALL", "{{ f.name }}").replace("m.role +", "m.role ~ m.name +")
     lines, _ = prepare(rows, template=shows_names)
     assert [line for line in lines if "not read" in line] == [
-        "Data: not read: history, id, input, source, text, tools, id of messages"
+        "Data: not read in training: history, id, input, source, text, tools, id of messages"
     ]
     assert prepare(rows, template=shows_names)[0][-2].endswith("id of messages")  # from the cache
     assert not any("not read" in line for line in prepare(rows[2:3])[0])
@@ -174,7 +174,7 @@ def test_fields_of_a_tool_call_are_rendered_named_or_refused(prepare):
         rows = [{"messages": [user("q"), assistant("", tool_calls=[part])]} for part in (call, {**call, "id": 7}, flat)]
         lines = [line for line in prepare(rows, template=CALLS.replace("CALL", source))[0] if "not read" in line]
         names = ", ".join(f"tool_calls.{name} of messages" for name in expected)
-        assert lines == ([f"Data: not read: {names}"] if expected else [])
+        assert lines == ([f"Data: not read in training: {names}"] if expected else [])
 
     reads_id = OBJECTS["tojson"] + "{{ call.id }}"
     needs_id = OBJECTS["tojson"] + "{% if not (call.id or call.call_id) %}{{ raise_exception('no id') }}{% endif %}"
@@ -190,7 +190,7 @@ def test_fields_of_a_tool_call_are_rendered_named_or_refused(prepare):
 
 def test_columns_of_preferences_that_are_not_read_are_named(prepare):
     pair = {"prompt": "q", "chosen": "good", "rejected": "bad", "score": 3, "completion": "no"}
-    assert "Data: not read: completion, score" in prepare([pair], Preference, kind="pairs")[0]
+    assert "Data: not read in training: completion, score" in prepare([pair], Preference, kind="pairs")[0]
 
 
 def test_text_that_the_template_drops_is_an_error(tokenizer):

@@ -76,7 +76,7 @@ def _collect_notes(config: SFTConfig, statistics: Values) -> list[str]:
         notes.append(f"chat template: {template.name}; end of turn: {template.end_of_turn}")
         notes += [f"{template.name}: {note}" for note in statistics["notes"]]
     if unread := statistics["unread"]:
-        notes.append(f"not read: {join_first(unread, 20)}")
+        notes.append(f"not read in training: {join_first(unread, 20)}")  # metrics may read them
     if statistics["one_label"]:
         notes.append("all completions have the same label; KTO needs good and bad ones")
     if unanswered := statistics["unanswered"]:
