@@ -92,7 +92,8 @@ def measured(out: Path) -> list[tuple[str, ...]]:
 
 
 def answers(out: Path) -> list[dict]:
-    return [json.loads(line, parse_constant=pytest.fail) for line in (out / "logs" / "answers.jsonl").read_text().splitlines()]
+    lines = (out / "logs" / "answers.jsonl").read_text().splitlines()
+    return [json.loads(line, parse_constant=pytest.fail) for line in lines]
 
 
 def test_metrics_do_not_affect_training_are_resumed_and_decide(flags, tmp_path, capsys):
