@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from toolkit.data import TextFiles
 from toolkit.data.sft.datasets import Alpaca
 from toolkit.errors import UserError
 from toolkit.measure import micro_step
+from toolkit.planning import resolve
 from toolkit.planning.auto import choose_size, resolve_auto
 from toolkit.planning.compiler import choose_compiler, planned_steps
 from toolkit.planning.plan import plan_run, run_args_of
@@ -46,11 +48,13 @@ def config_of() -> Callable[..., ResolvedConfig]:
 
 def test_gradients_are_sharded_where_the_data_sets_the_vocabulary():
     data = TextFiles(train_data_path="text", vocab_size=512)
-    given = {"model_name": "pico-llama", "data": data, "strategy": "fsdp", "precision": "32-true"}
+    given = {"model_name": "pythia-70m", "data": data, "strategy": "fsdp", "precision": "32-true"}
     args = run_args(**parse_object(pretrain.setup, given | {"train": {"max_steps": 1, "micro_batch_size": 1}}))
     needed = plan_run(args, DeviceSpec("cuda", 8, 1, 80e9)).memory.total
     for memory, accumulate in ((1.01 * needed, "unsharded"), (0.99 * needed, "sharded")):
         assert resolve_auto(args, DeviceSpec("cuda", 8, 1, memory)).accumulate == accumulate
+    with mock.patch.object(resolve, "plan_memory", side_effect=AssertionError("small gradients need no estimate")):
+        assert resolve_auto(args, DeviceSpec("cuda", 8, 1, 80e9)).accumulate == "unsharded"
 
 
 def test_the_largest_micro_batch_that_fits_with_room_is_chosen():

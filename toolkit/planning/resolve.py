@@ -19,8 +19,8 @@ from toolkit.distributed.strategy import StrategyPlan, plan_strategy
 from toolkit.distributed.tensor_parallel import require_divisible
 from toolkit.errors import UserError
 from toolkit.measure.flops import matmul_parameters
-from toolkit.measure.inputs import MemoryInputs
-from toolkit.measure.memory import plan_memory
+from toolkit.measure.inputs import FP32, MemoryInputs
+from toolkit.measure.memory import count_parameters, plan_memory
 from toolkit.measure.sample import model_of
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import DEFAULT_MODEL, family_of, get_config
@@ -37,6 +37,8 @@ from toolkit.planning.run_args import RunArgs, with_options
 
 DEFAULT_MODEL_TOKENS = 700_000
 """Training tokens for the default model if no limit is set."""
+MIN_GRADIENT_FRACTION = 0.01
+"""Of a device's memory: smaller gradients are accumulated unsharded, without an estimate of the run's memory."""
 
 
 @dataclass(frozen=True)
@@ -194,6 +196,7 @@ def choose_accumulate(
     """Return FSDP's gradient accumulation mode: sharded if requested or if unsharded gradients do not fit.
 
     Unsharded if memory cannot be estimated: unknown device memory or vocabulary, a user-provided module or optimizer.
+    Also if the gradients are smaller than the estimate is precise, which would take longer than starting a small run.
     """
     args, memory = config.args, config.devices.memory
     if args.fsdp.accumulate != AUTO:
@@ -202,7 +205,10 @@ def choose_accumulate(
     # the schedule of a pipeline reduces gradients once per step
     accumulates = strategy.kind == "fsdp" and config.batch.accumulation > 1 and strategy.layout.pipeline == 1
     is_estimated = accumulates and args.lora is None and not strategy.offloads and memory < math.inf
-    return "sharded" if is_estimated and device_bytes(config, complete_model()) > memory else "unsharded"
+    model = complete_model() if is_estimated else None
+    if model is None or FP32 * count_parameters(model_of(model, None)).trained < MIN_GRADIENT_FRACTION * memory:
+        return "unsharded"
+    return "sharded" if device_bytes(config, model) > memory else "unsharded"
 
 
 def device_bytes(config: ResolvedConfig, model: ModelConfig | None) -> float:
