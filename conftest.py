@@ -46,6 +46,8 @@ def pytest_collection_modifyitems(items):
 
 def pytest_collection_finish():
     freeze_objects()
+    if groups := sys.modules.get("helpers.groups"):
+        groups.start_server()
 
 
 def pytest_ignore_collect(collection_path, config):

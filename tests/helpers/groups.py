@@ -9,8 +9,9 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,17 +21,33 @@ import torch
 from helpers import rank_worker
 from toolkit import extension
 
-# A fork server with all imports done starts real processes quickly. The test process itself must not be forked, because
-# it has used autograd and threads.
+# A fork server with all imports done starts real processes quickly. The test process itself must not be forked later,
+# when it has used autograd and threads.
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["helpers.preload"])
 
 
 @functools.cache
 def start_server() -> None:
-    """Start the server with this process's sys.path, which Python 3.11 does not pass on; it ignores missing modules."""
-    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(path for path in sys.path if path)):
+    """Start the server; conftest.py does after the collection, when this process has imported what the server needs."""
+    resource_tracker.ensure_running()
+    with mock.patch.object(forkserver.util, "spawnv_passfds", fork_server):
         forkserver.ensure_running()
+
+
+def fork_server(_: Any, words: list[str], descriptors: list[int]) -> int:
+    """Run the code of ``python -c`` in a forked process; return its PID. Python with the same imports takes seconds."""
+    if pid := os.fork():
+        return pid
+    try:
+        alive = descriptors[1]  # the read end of a pipe; the server ends when all write ends are closed
+        for descriptor in map(int, os.listdir("/dev/fd")):
+            with suppress(OSError):  # of the listing itself
+                if descriptor != alive and os.path.sameopenfile(descriptor, alive):
+                    os.close(descriptor)
+        exec(words[-1])
+    finally:
+        os._exit(0)
 
 
 def start_ranks(function: Callable, arguments: tuple, n_ranks: int) -> None:
