@@ -295,7 +295,7 @@ UNBOUNDED = {  # reads without a limit, with the reason
         "training/engine.py run.reader",
     },
     "the kernel's": {
-        "diagnostics/environment.py root / 'proc' / 'self' / 'cgroup'", "diagnostics/environment.py above / file",
+        "distributed/memory.py root / 'proc' / 'self' / 'cgroup'", "distributed/memory.py above / file",
         "diagnostics/environment.py Path('/proc/cpuinfo')", "diagnostics/environment.py Path('/proc/meminfo')",
         "distributed/device.py Path('/proc/meminfo')", "io/tempfiles.py _BOOT_ID",
         "training/memory_stats.py Path('/proc/self/statm')",

@@ -63,7 +63,6 @@ def test_rows_are_aligned():
 
 def test_model_too_large_for_one_process_is_compared_with_fewer_layers(monkeypatch):
     monkeypatch.setattr(verify, "device_memory", lambda device: 24e9)
-    monkeypatch.setattr(verify, "memory_limit", lambda: None)
     flags = ["--devices", "8", "--train.micro_batch_size", "1", "--train.max_seq_length", "512"]
 
     argv = ["Llama-2-7b-hf", "--model_config.vocab_size", "32000", *flags]

@@ -1,7 +1,7 @@
 """The environment block of `toolkit doctor`: what it contains, and what it must never contain."""
 
 from toolkit.diagnostics import environment
-from toolkit.diagnostics.environment import find_differences, find_problems, format_sections, memory_limit, variables
+from toolkit.diagnostics.environment import find_differences, find_problems, format_sections, variables
 
 
 def test_variables_by_an_allow_list_and_without_secrets(tmp_path):
@@ -22,25 +22,6 @@ def test_nccl_files_are_read_below_the_environment(tmp_path):
         "NCCL_DEBUG": "INFO", "NCCL_IB_HCA": f"mlx5_1 ({own})", "NCCL_NET": f"IB ({own})",
     }  # fmt: skip
     assert variables({"NCCL_CONF_FILE": str(own)})["NCCL_NET"] == f"IB ({own})"
-
-
-def test_memory_limit_is_the_least_of_the_groups_above(tmp_path):
-    def write(path: str, text: str) -> None:
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text(text)
-
-    assert memory_limit(tmp_path) is None
-    write("proc/self/cgroup", "0::/user/job\n")
-    write("sys/fs/cgroup/user/job/memory.max", "max\n")
-    assert memory_limit(tmp_path) is None
-    write("sys/fs/cgroup/user/memory.max", "4000\n")
-    write("sys/fs/cgroup/memory.max", "5000\n")
-    assert memory_limit(tmp_path) == 4000
-    write("proc/self/cgroup", "3:cpu:/job\n2:memory:/docker/1\n")  # version 1
-    write("sys/fs/cgroup/memory/memory.limit_in_bytes", "3000\n")  # as a container sees its own group
-    assert memory_limit(tmp_path) == 3000
-    write("sys/fs/cgroup/memory/memory.limit_in_bytes", f"{2**63 - 4096}\n")
-    assert memory_limit(tmp_path) is None
 
 
 def test_differences_between_ranks():

@@ -1,5 +1,6 @@
 """Choices for CUDA devices, as functions of plain values that a CPU can test."""
 
+import math
 import os
 import re
 import subprocess
@@ -12,13 +13,16 @@ from helpers.processes import Forked, finish
 
 import toolkit
 from toolkit.checkpoints.weights import load_weights
+from toolkit.distributed import device
 from toolkit.distributed.device import (
     choose_attention_kernels,
     deterministic_algorithms,
+    device_memory,
     fp32_reductions,
     precision_hint,
 )
 from toolkit.distributed.launch import choose_backends
+from toolkit.distributed.memory import memory_limit
 from toolkit.errors import UserError
 from toolkit.models.attention_dispatch import needs_masks
 from toolkit.models.families import get_config
@@ -190,3 +194,28 @@ def test_s2_deterministic_runs_are_bit_equal_and_resume_bit_equal(accelerator, t
     resumed = train("resumed", resume=str(tmp_path / "uninterrupted" / "step-00000003"))
     for name, weight in uninterrupted.items():
         assert torch.equal(weight, repeated[name]) and torch.equal(weight, resumed[name]), name
+
+
+def test_memory_limit_is_the_least_of_the_groups_above(tmp_path):
+    def write(path: str, text: str) -> None:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+
+    assert memory_limit(tmp_path) == math.inf
+    write("proc/self/cgroup", "0::/user/job\n")
+    write("sys/fs/cgroup/user/job/memory.max", "max\n")
+    assert memory_limit(tmp_path) == math.inf
+    write("sys/fs/cgroup/user/memory.max", "4000\n")
+    write("sys/fs/cgroup/memory.max", "5000\n")
+    assert memory_limit(tmp_path) == 4000
+    write("proc/self/cgroup", "3:cpu:/job\n2:memory:/docker/1\n")  # version 1
+    write("sys/fs/cgroup/memory/memory.limit_in_bytes", "3000\n")  # as a container sees its own group
+    assert memory_limit(tmp_path) == 3000
+    write("sys/fs/cgroup/memory/memory.limit_in_bytes", f"{2**63 - 4096}\n")
+    assert memory_limit(tmp_path) == math.inf
+
+
+def test_the_memory_of_a_container_is_its_limit(monkeypatch):
+    on_host = device_memory("cpu")
+    monkeypatch.setattr(device, "memory_limit", lambda: on_host / 8)
+    assert device_memory("cpu") == on_host / 8

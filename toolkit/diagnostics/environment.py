@@ -3,6 +3,7 @@
 Imports torch inside functions, so the report works even if torch fails to import.
 """
 
+import math
 import os
 import platform
 import re
@@ -16,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from toolkit.data.cache import choose_cache_dir
+from toolkit.distributed.memory import memory_limit
 from toolkit.errors import one_line
 from toolkit.ui.events import package_versions
 
@@ -40,7 +42,6 @@ _SLOW = {
 """Variables that slow a run down or do nothing if they are set and not 0, each with the effect."""
 _SHARED_MEMORY = Path("/dev/shm")  # NCCL and data loader workers use it
 _MIN_SHM = 1e9  # bytes; Docker's default is 64 MB
-_NO_LIMIT = 1 << 60  # bytes; cgroup v1 writes "no limit" as a number near 2**63
 
 
 def describe_environment(out_dir: str) -> Sections:
@@ -114,20 +115,6 @@ def find_problems(sections: Sections) -> list[str]:
     return problems
 
 
-def memory_limit(root: Path = Path("/")) -> int | None:
-    """Return the cgroup (v1 or v2) memory limit of this process in bytes, including parent groups."""
-    limits = []
-    with suppress(OSError):
-        text = (root / "proc" / "self" / "cgroup").read_text()
-        for controllers, path in re.findall(r"^\d+:(|memory):/(.*)$", text, re.MULTILINE):
-            folder = root / "sys" / "fs" / "cgroup" / controllers / path
-            file = "memory.limit_in_bytes" if controllers else "memory.max"
-            for above in (folder, *folder.parents):
-                with suppress(OSError, ValueError):  # no such file, or "max"
-                    limits.append(int((above / file).read_text()))
-    return min((limit for limit in limits if limit < _NO_LIMIT), default=None)
-
-
 def nvidia_smi(*arguments: str) -> str | None:
     """Return the output of nvidia-smi; None if it is missing or fails."""
     try:
@@ -149,7 +136,7 @@ def _machine() -> dict[str, str]:
         total, free, swap = (_gb(int(lines[n].split()[0]) * 1024) for n in ("MemTotal", "MemAvailable", "SwapTotal"))
         facts["memory"] = f"{total}, {free} available, swap {swap}"
     limit = memory_limit()
-    facts["cgroup limit"] = "none" if limit is None else _gb(limit)
+    facts["cgroup limit"] = "none" if limit == math.inf else _gb(limit)
     with suppress(ImportError):  # not on Windows
         import resource
 

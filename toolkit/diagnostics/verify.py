@@ -5,7 +5,6 @@ from __future__ import annotations
 from tempfile import TemporaryDirectory
 
 from toolkit.diagnostics.comparison import Difference, choose_splits, choose_tolerance, compare
-from toolkit.diagnostics.environment import memory_limit
 from toolkit.diagnostics.gradients import GradientRecorder, StepRecord
 from toolkit.diagnostics.single_process import run_single_process
 from toolkit.distributed import ranks
@@ -145,7 +144,7 @@ def require_memory_of_one_process(args: RunArgs, device: str) -> None:
         plan = plan_run(single_process_args(args), DeviceSpec(device, 1, 1))
     except UserError:
         return  # the vocabulary size is unknown before the data is prepared
-    limit = min(device_memory(device), (memory_limit() or float("inf")) if device == "cpu" else float("inf"))
+    limit = device_memory(device)
     if plan.memory.total <= limit:
         return
     raise UserError(

@@ -11,6 +11,7 @@ import torch
 
 from toolkit import private_torch
 from toolkit.config import AUTO, Accelerator, Auto, Precision
+from toolkit.distributed.memory import memory_limit
 from toolkit.errors import UserError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -33,13 +34,17 @@ def pick_accelerator(accelerator: Accelerator) -> str:
 
 
 def device_memory(accelerator: str) -> float:
-    """Return the accelerator's memory in bytes (for the CPU: RAM plus swap); infinity if unknown."""
+    """Return the accelerator's memory in bytes; infinity if unknown.
+
+    For the CPU: RAM plus swap, or the limit of this process, as of a container, if that is less.
+    """
     if accelerator == "cuda" and torch.cuda.is_available():
         return torch.cuda.get_device_properties(0).total_memory
     with suppress(OSError):
         if accelerator == "cpu":
             lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-            return sum(int(lines[name].split()[0]) for name in ("MemTotal", "SwapTotal")) * 1024
+            total = sum(int(lines[name].split()[0]) for name in ("MemTotal", "SwapTotal")) * 1024
+            return min(total, memory_limit())
     return math.inf
 
 

@@ -1,8 +1,28 @@
-"""Tune glibc's allocator for CPU training. A no-op with other C libraries."""
+"""CPU memory: the limit of this process, and glibc's allocator, which is tuned for training."""
 
 import ctypes
+import math
+import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+_NO_LIMIT = 1 << 60  # bytes; cgroup v1 writes "no limit" as a number near 2**63
+
+
+def memory_limit(root: Path = Path("/")) -> float:
+    """Return the cgroup (v1 or v2) memory limit of this process in bytes, including parent groups; infinity if none."""
+    limits = []
+    with suppress(OSError):
+        text = (root / "proc" / "self" / "cgroup").read_text()
+        for controllers, path in re.findall(r"^\d+:(|memory):/(.*)$", text, re.MULTILINE):
+            folder = root / "sys" / "fs" / "cgroup" / controllers / path
+            file = "memory.limit_in_bytes" if controllers else "memory.max"
+            for above in (folder, *folder.parents):
+                with suppress(OSError, ValueError):  # no such file, or "max"
+                    limits.append(int((above / file).read_text()))
+    return min((limit for limit in limits if limit < _NO_LIMIT), default=math.inf)
 
 
 def _glibc(name: str) -> Callable[..., int] | None:
