@@ -66,12 +66,11 @@ def test_packages_and_memory_are_summed_once_and_counters_wrap(machine):
 
 
 def test_what_cannot_be_read_is_not_available(machine, monkeypatch):
-    meter = Energy(CPU, is_first=True)
+    meter = Energy(CPU)
     machine.use(1)
     assert meter._update() == {"CPUs": pytest.approx(3)}
-    assert Energy(CPU, is_first=False)._update() == {}
     (machine.folder / "intel-rapl:1" / "energy_uj").write_text("no number")
-    assert isnan(meter._update()["CPUs"]) and isnan(Energy(CPU, is_first=True)._update()["CPUs"])
+    assert isnan(meter._update()["CPUs"]) and isnan(Energy(CPU)._update()["CPUs"])
     (machine.folder / "intel-rapl:1" / "energy_uj").unlink()
     assert find_cpus() == []
     monkeypatch.setattr(energy, "POWERCAP", machine.folder / "missing")
@@ -87,9 +86,9 @@ def test_a_gpu_is_read_by_its_uuid(monkeypatch):
     )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="b"))
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    meter = Energy(torch.device("cuda", 1), is_first=False)
+    meter = Energy(torch.device("cuda", 1))
     used["GPU-b"] += 2_500  # millijoules
-    assert meter._update() == {"GPUs": 2.5}
+    assert meter._update()["GPUs"] == 2.5
     del used["GPU-b"]
     assert isnan(meter._update()["GPUs"])
     monkeypatch.setitem(sys.modules, "pynvml", None)  # not installed
@@ -115,23 +114,27 @@ def test_launches_are_summed_and_described():
     ])  # fmt: skip
 
 
-def record_on_rank(rank: int, port: int, folder, n_missing: int) -> None:
+def record_on_rank(rank: int, port: int, folder, n_missing: int, n_machines: int) -> None:
     store = dist.TCPStore("localhost", port, 2, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    meter = Energy(CPU, is_first=rank == 0)
+    if n_machines > 1:
+        energy.boot_id = lambda: f"machine {rank}"
+    energy.find_cpus = lambda: [Counter(iter([0.0, 5.0]).__next__)]
+    meter = Energy(CPU)
     values = iter([0.0, 10.0 + rank])
     gpus = [] if rank < n_missing else [Counter(lambda: next(values))]
-    meter._counters = [("GPUs", gpus)] + [("CPUs", [Counter(iter([0.0, 5.0]).__next__)])] * (rank == 0)
+    meter._counters.append(("GPUs", gpus))
     trainer = SimpleNamespace(out_dir=folder, args=SimpleNamespace(log=LogArgs()))
     meter.on_checkpoint_saved(trainer, folder)
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("n_missing", [0, 1])
-def test_each_gpu_and_each_machine_counts_once(tmp_path, n_missing):
-    start_ranks(record_on_rank, (free_port(), tmp_path, n_missing), 2)
+@pytest.mark.parametrize(("n_missing", "n_machines"), [(0, 1), (1, 2)])
+def test_each_gpu_and_each_machine_counts_once(tmp_path, n_missing, n_machines):
+    """Ranks of two nodes may be in containers of one machine."""
+    start_ranks(record_on_rank, (free_port(), tmp_path, n_missing, n_machines), 2)
     (event,) = parse_events((tmp_path / EVENTS).read_bytes())
-    assert (event["GPUs"], event["CPUs"]) == (None if n_missing else 21.0, 5.0)
+    assert (event["GPUs"], event["CPUs"]) == (None if n_missing else 21.0, 5.0 * n_machines)
 
 
 class Uses(Callback):

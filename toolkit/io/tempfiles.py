@@ -61,8 +61,15 @@ def machine_name() -> str:
     parts = [socket.gethostname()]
     with suppress(OSError):
         parts.append(f"{os.stat('/proc/self/ns/pid').st_ino:x}")
-        parts.append(_BOOT_ID.read_text().strip().replace("-", "")[:12])
+        parts.append(boot_id())
     return "-".join(parts)
+
+
+def boot_id() -> str:
+    """Return what identifies this boot of the machine, also in its containers; "" if unknown (not Linux)."""
+    with suppress(OSError):
+        return _BOOT_ID.read_text().strip().replace("-", "")[:12]
+    return ""
 
 
 def _prefix() -> str:

@@ -10,6 +10,7 @@ import torch
 
 from toolkit.distributed import ranks
 from toolkit.io.safe_parse import read_bounded
+from toolkit.io.tempfiles import boot_id
 from toolkit.training.run import Callback, Metrics, Run
 from toolkit.ui.energy import energy_of_run
 from toolkit.ui.events import write_event
@@ -45,12 +46,14 @@ class Counter:
 class Energy(Callback):
     """Records the energy of this launch at every checkpoint and at the end; the summary has the total of all launches.
 
-    Each rank reads its GPU, and the first rank of a machine the CPUs.
+    Each rank reads its GPU, and the first rank of a machine the CPUs. Collective.
     """
 
-    def __init__(self, device: torch.device, is_first: bool) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._counters = [("GPUs", find_gpu(device))] if device.type == "cuda" else []
-        self._counters += [("CPUs", find_cpus())] * is_first
+        machines = ranks.all_gather_object(boot_id())  # nodes of a run may be containers of one machine
+        if machines.index(machines[ranks.global_rank()]) == ranks.global_rank():
+            self._counters.append(("CPUs", find_cpus()))
         self._launch, self._read_at = time.time(), time.monotonic()
 
     def on_step_end(self, trainer: Run, metrics: Metrics) -> None:

@@ -67,7 +67,7 @@ def build_callbacks(
     callbacks: list[Callback] = [
         ReplicaCheck(state.model),
         ThroughputMonitor(throughput),
-        Energy(launch.fabric.device, launch.world.local_rank == 0),
+        Energy(launch.fabric.device),
     ]
     if args.profile:
         callbacks.append(Profile(args.profiler))
