@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -358,6 +359,9 @@ def test_rewards_are_bradley_terry_s_and_one_curve(base, head, capsys):
         words = f"--train.micro_batch_size {size} --out_dir micro{size}"
         assert main(["finetune_full", "base", *options.split(), *words.split()]) == 0
         curves[size] = curve(f"micro{size}")
+    printed = capsys.readouterr().out
+    assert re.search(r"loss .* accuracy [\d.]+ \| margin", printed)
+    assert re.search(r"validation loss .* accuracy [\d.]+.* reward margin [\d.]+\n", printed)
     words = "--train.micro_batch_size 1 --devices 2 --strategy fsdp --out_dir two"
     command = [sys.executable, "-m", "toolkit", "finetune_full", "base", *options.split(), *words.split()]
     subprocess.run(command, check=True)

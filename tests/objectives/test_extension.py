@@ -2,6 +2,7 @@
 
 import importlib
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -113,8 +114,11 @@ def run(out: str, words: str) -> list[dict[str, float]]:
     return curve(out)
 
 
-def test_n2_pairs_are_one_curve_in_every_split_and_resumed():
+def test_n2_pairs_are_one_curve_in_every_split_and_resumed(capsys):
     whole = run("whole", "--train.micro_batch_size 8")
+    printed = capsys.readouterr().out
+    assert re.search(r"step 4/4 \| loss .* accuracy [\d.]+", printed)
+    assert re.search(r"step 4/4 \| validation loss [\d.]+, accuracy [\d.]+, log prob -[\d.]+\n", printed)
     assert whole[0]["loss"] == pytest.approx(0.69, abs=0.3) and whole[1].keys() >= COLUMNS
     assert math.isnan(read_metrics(Path("whole/logs/metrics.csv"))[1]["val_ppl"])  # no likelihood
     run("split", "--train.micro_batch_size 1 --train.save_interval 2")

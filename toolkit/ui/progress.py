@@ -29,6 +29,8 @@ STEP_METRICS: Labels = {
     "tokens": ("tokens", format_count),
     "mfu": ("MFU", lambda mfu: f"{mfu:.1%}"),
     "peak_memory_gb": ("memory", lambda gigabytes: f"{gigabytes:.3g} GB"),
+    "accuracy": ("accuracy", "{:.3f}".format),
+    "reward_margin": ("margin", "{:.3g}".format),
 }
 """Label and format of each metric."""
 MIN_SHARE = 0.05
@@ -53,7 +55,7 @@ class ProgressDisplay:
         self.total_steps: int | None = None
         """Optimizer steps of the run, including earlier launches; None if another limit ends it, or not yet known."""
         self.metric_names: list[str] = []
-        """Metrics of validations that callbacks add, see :func:`metric_names`."""
+        """Metrics of validations that callbacks and the objective add, see :func:`metric_names`."""
         self.remarks = take_notes()
         """Notes and warnings that were printed, for the report."""
         self._pace = Pace(clock)
@@ -128,7 +130,7 @@ def validation_labels(metrics: Metrics, names: Iterable[str] = ()) -> list[str]:
 def metric_names(columns: Collection[str]) -> list[str]:
     """Return the columns of metrics.csv that callbacks add to validations, without standard errors.
 
-    Parts of an objective are not among them: they have a column for training and one for validations.
+    Parts of an objective are not among them if they have a column for training, too.
     """
     return [
         name

@@ -79,8 +79,12 @@ def build_callbacks(
     columns = [name for callback in callbacks for name in callback.columns]
     validated = [name for name in columns if name.startswith(VAL)]
     of_data = [f"val_loss_{name}" for name in launch.data.val_sources]
-    parts = [part.name for part in checked_parts(args.objective, original_module(model)) if part.name != LOSS]
-    of_parts = [f"{VAL}{name}" for name in [*parts, *args.objective.metric_names(original_module(model))]]
+    module = original_module(model)
+    parts = {part.name: part.weight for part in checked_parts(args.objective, module) if part.name != LOSS}
+    of_parts = [f"{VAL}{name}" for name in [*parts, *args.objective.metric_names(module)]]
+    launch.display.metric_names = metric_names(
+        [*columns, *(name for name in of_parts if not parts.get(name.removeprefix(VAL)))]
+    )
     columns = [*of_data, *columns, *parts, *of_parts]
     best = BestMetric.from_options(args.eval)
     if args.eval.best_by != AUTO:
@@ -89,7 +93,6 @@ def build_callbacks(
             validated += ["val_loss", *of_data, *of_parts, *["val_ppl"] * is_likelihood]
             validated += ["val_bpb"] * (is_likelihood and launch.data.tokenizer is not None)
         best.require_one_of(validated)
-    launch.display.metric_names = metric_names(columns)
     wait_reporter = ranks.WaitReporter(f"open {launch.out_dir}", launch.display.message)
     csv = ranks.run_on_rank0(lambda: open_metrics(launch, columns, stack), wait_reporter)
     callbacks += ranks.run_on_rank0(lambda: log_to(launch, csv)) or []
