@@ -259,3 +259,21 @@ def run_on_rank0(function: Callable[[], T], on_heartbeat: Callable[[list[int]], 
     if all_reduce_sum(failed=int(error is not None))["failed"]:
         raise error if error is not None else PeerLostError("rank 0 has ended")
     return value
+
+
+def result_of_rank0(function: Callable[[], T], on_heartbeat: Callable[[list[int]], None] | None = None) -> T:
+    """Call ``function`` on rank 0 and return its result, or raise its UserError, on every rank.
+
+    Otherwise as :func:`run_on_rank0`.
+    """
+
+    def attempt() -> T | UserError:
+        try:
+            return function()
+        except UserError as error:
+            return error
+
+    result: Any = broadcast_from_rank0(run_on_rank0(attempt, on_heartbeat))
+    if isinstance(result, UserError):
+        raise result
+    return result

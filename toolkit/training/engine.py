@@ -108,7 +108,7 @@ def open_run(
     if is_alone(launch.args):
         report_dry_run(launch, build_reader(launch, stack))
         return None
-    answer_metrics = make_answer_metrics(launch, stack)
+    callbacks = [*callbacks, *make_answer_metrics(launch, stack)]
     launch = replace(launch, config=resolve_compiler(launch.config, launch.state, launch.fabric.device))
     launch = replace(launch, data=with_reference(launch))
     state, display = launch.state, launch.display
@@ -127,10 +127,8 @@ def open_run(
         return None
     if checkpointer.sharded and not launch.is_short:
         checkpointer.leaders = disk_leaders(launch.out_dir, world.local_rank == 0, launch.remote is not None)
-    if answer_metrics is not None:
-        callbacks = [*callbacks, answer_metrics]
-    if launch.args.eval.tasks is not None and not is_short:
-        callbacks = [*callbacks, TaskMetrics(launch, checkpointer)]
+    if launch.args.eval.tasks is not None:
+        callbacks.append(TaskMetrics(launch, checkpointer))
     all_callbacks = build_callbacks(launch, model, reader.order, callbacks, sampler, stack, checkpointer.leaders)
     if state.resume_from is not None:
         load_callback_states(all_callbacks, state.callbacks, display.message)

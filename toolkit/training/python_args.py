@@ -125,7 +125,7 @@ def run_from_python(
             run(args, callbacks)
         if args.dry_run:
             return TrainResult(args.run_dir, args.run_dir / FINAL, 0, 0, {})
-        return ranks.broadcast_from_rank0(ranks.run_on_rank0(lambda: read_result(args.run_dir)))
+        return ranks.result_of_rank0(lambda: read_result(args.run_dir))
     except PeerShutdownError as error:
         raise SystemExit(error.exit_code) from None  # a traceback here would hide the reason that rank 0 prints
 

@@ -69,8 +69,8 @@ def with_reference(launch: Launch) -> PreparedData:
     key = hash_inputs(inputs | {"model": model_fingerprint(folder)})
     cached = choose_cache_dir(getattr(args.data, "cache_dir", None)) / f"reference-{key[:16]}"
     read = partial(_read, cached, key, parts)
-    values = ranks.run_on_rank0(lambda: find_prepared(cached, read)[0])
-    if not ranks.broadcast_from_rank0(values is not None):
+    values = ranks.result_of_rank0(lambda: find_prepared(cached, read)[0])
+    if values is None:
         launch.display.phase("computing reference log-probabilities")
         report(f"Reference: computing the log-probabilities of {folder} once")
         config, flag = read_model_config(folder), f"--objective.reference_dir {folder}"
@@ -83,8 +83,7 @@ def with_reference(launch: Launch) -> PreparedData:
         if launch.fabric.device.type == "cuda":
             torch.cuda.empty_cache()
         make = partial(_write, key, computed)
-        values = ranks.run_on_rank0(lambda: load_or_prepare(cached, f"of {folder}", read, make, report)[0])
-    values = ranks.broadcast_from_rank0(values)
+        values = ranks.result_of_rank0(lambda: load_or_prepare(cached, f"of {folder}", read, make, report)[0])
     report(f"Reference: log-probabilities of {folder} in {cached}")
     wrapped: dict[str, Any] = {name: _WithReference(rows, values[name]) for name, rows in parts.items()}
     return replace(data, **wrapped)

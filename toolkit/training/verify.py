@@ -1,9 +1,8 @@
 """S7 verified-bytes: verify checkpoints on all ranks and choose the one to resume."""
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from toolkit.checkpoints.manifest import (
     EDITABLE,
@@ -26,8 +25,6 @@ from toolkit.planning.run_args import RunArgs
 from toolkit.training.checkpoint_meta import read_meta
 from toolkit.training.rank_consistency import require_same_manifest
 
-T = TypeVar("T")
-
 
 def require_intact_on_all_ranks(folder: Path, is_node_leader: bool, report: Report, model_only: bool = False) -> None:
     """Verify a folder's files against its manifest, if it has one. Collective.
@@ -35,7 +32,7 @@ def require_intact_on_all_ranks(folder: Path, is_node_leader: bool, report: Repo
     Shards are divided among all ranks. Other files are read once per node, because nodes may have copies.
     ``is_node_leader`` is true on the first rank of a node. With ``model_only`` the trainer state may be missing.
     """
-    manifest = _same_on_all(lambda: read_manifest(folder))
+    manifest = ranks.result_of_rank0(partial(read_manifest, folder))
     if manifest is None:
         report(missing_manifest_note(folder))
         return
@@ -99,7 +96,7 @@ def find_intact(
         try:
             if verify:
                 require_intact_on_all_ranks(folder, is_node_leader, display.message)
-            _same_on_all(partial(read_meta, folder))
+            ranks.result_of_rank0(partial(read_meta, folder))
             return folder, damaged
         except DamagedCheckpointError as error:
             if not is_auto or folder == candidates[-1]:
@@ -107,9 +104,3 @@ def find_intact(
             display.message(f"warning: {error}; using the next older checkpoint")
             damaged.append(folder)
     return None, []
-
-
-def _same_on_all(read: Callable[[], T]) -> T:
-    """Call ``read`` on rank 0, and return its result or raise its UserError on every rank."""
-    value = ranks.call_on_all_ranks(lambda: read() if ranks.global_rank() == 0 else None)
-    return ranks.broadcast_from_rank0(value)

@@ -2,8 +2,9 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from abc import abstractmethod
+from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,8 +22,9 @@ from toolkit.metrics import parse_metrics
 from toolkit.metrics.process import MetricProcess, summarize
 from toolkit.objectives.inputs import original_module
 from toolkit.training.best_metric import VAL
+from toolkit.training.callbacks.samples import generating
 from toolkit.training.launch import Launch
-from toolkit.training.run import Callback, Run
+from toolkit.training.run import Callback, Metrics, Run
 from toolkit.ui.loggers import COLUMNS
 
 ANSWERS = "logs/answers.jsonl"
@@ -32,7 +34,7 @@ _GRAPH_SHARE = 0.25  # of a device's memory that must be free for a CUDA graph
 
 
 class MetricSetup(NamedTuple):
-    """Prompts and what is known of the metric functions. Rows and references are on rank 0 only."""
+    """Prompts and what is known of the metric functions."""
 
     prompts: list[Prompt]
     eos_ids: list[int]
@@ -49,33 +51,22 @@ class TimedMetrics(Callback):
     def __init__(self) -> None:
         self.seconds = 0.0
 
-    @contextmanager
-    def timed(self, display: Any) -> Iterator[None]:
+    @abstractmethod
+    def measure(self, trainer: Run) -> Metrics:
+        """Return the metrics, or raise the same UserError, on every rank. Collective."""
+
+    def validation_metrics(self, trainer: Run) -> Metrics:
         start = time.perf_counter()
-        display.phase(f"measuring {self.option}")
-        yield
-        self.seconds += time.perf_counter() - start
-
-    @staticmethod
-    def measure(
-        function: Callable[[], dict[str, float]], what: str, display: Any, trainer: Run | None = None
-    ) -> dict[str, float]:
-        """Return on every rank what ``function`` returns on rank 0. If it fails, save a checkpoint. Collective."""
-
-        def attempt() -> tuple[dict[str, float], str]:
-            try:
-                return function(), ""
-            except UserError as error:
-                return {}, str(error)
-
-        outcome = ranks.run_on_rank0(attempt, ranks.WaitReporter(what, display.message))
-        metrics, problem = ranks.broadcast_from_rank0(outcome)
-        if problem and trainer is not None and trainer.progress.step:
+        trainer.display.phase(f"measuring {self.option}")
+        try:
+            return self.measure(trainer)
+        except UserError as error:
+            if not trainer.progress.step:
+                raise
             folder = trainer.save(f"step-{trainer.progress.step:08d}")
-            problem += f"; {trainer.address(folder)} is saved; resume with --resume auto"
-        if problem:
-            raise UserError(problem)
-        return metrics
+            raise UserError(f"{error}; {trainer.address(folder)} is saved; resume with --resume auto") from error
+        finally:
+            self.seconds += time.perf_counter() - start
 
     def on_train_end(self, trainer: Run) -> None:
         share = self.seconds / (time.perf_counter() - trainer.launched_at)
@@ -100,16 +91,11 @@ class AnswerMetrics(TimedMetrics):
         self.setup, self.processes, self.tokenizer = setup, processes, tokenizer
         self.columns = setup.columns
 
-    def validation_metrics(self, trainer: Run) -> dict[str, float]:
-        with self.timed(trainer.display):
-            was_training = trainer.model.training
-            trainer.model.eval()
-            # the cache length changes with every token, so compiled blocks would recompile
-            with torch.compiler.set_stance("force_eager"), trainer.fabric.autocast():
-                answers, log_probs = self._answer(trainer)
-            trainer.model.train(was_training)
-            measure = partial(self._measure, trainer, answers, log_probs)
-            return self.measure(measure, "measure answers", trainer.display, trainer)
+    def measure(self, trainer: Run) -> Metrics:
+        with generating(trainer.model), trainer.fabric.autocast():
+            answers = self._answer(trainer)
+        reporter = ranks.WaitReporter("measure answers", trainer.display.message)
+        return ranks.result_of_rank0(partial(self._measure, trainer, *answers), reporter)
 
     def _answer(self, trainer: Run) -> tuple[list[str], list[list[float]]]:
         """Return the answer to each prompt, and the log-probability of each of its choices. Collective (S6)."""
@@ -142,23 +128,20 @@ class AnswerMetrics(TimedMetrics):
             log_probs = [[next(values) for _ in prompt.choices] for prompt in prompts]
         return answers, log_probs
 
-    def _measure(self, trainer: Run, answers: list[str], log_probs: list[list[float]]) -> dict[str, float]:
+    def _measure(self, trainer: Run, answers: list[str], log_probs: list[list[float]]) -> Metrics:
         """Call the functions, and write the answers. On rank 0."""
         prompts, step = self.setup.prompts, trainer.progress.step
-        lines: list[dict[str, Any]] = [
-            {"step": step, "row": p.where, "prompt": self.tokenizer.decode(p.ids), "reference": p.reference}
-            for p in prompts
-        ]
-        for name, values in (("answer", answers), ("log_probs", log_probs)):
-            for line, value in zip(lines, values, strict=False):
-                line[name] = value
-        summary: dict[str, float] = {}
+        by_row: dict[str, Any] = {"answer": answers, "log_probs": log_probs}
+        summary: Metrics = {}
         for process in self.processes:
             measured = _call(process, prompts, log_probs if process.needs_log_probs else answers)
             summary |= summarize(measured)
-            for name, value in measured.items():
-                for line, of_row in zip(lines, value if isinstance(value, list) else [], strict=False):
-                    line[name] = of_row
+            by_row |= {name: values for name, values in measured.items() if isinstance(values, list)}
+        lines = [
+            {"step": step, "row": p.where, "prompt": self.tokenizer.decode(p.ids), "reference": p.reference}
+            | {name: values[i] for name, values in by_row.items() if values}
+            for i, p in enumerate(prompts)
+        ]
         # JSON has neither NaN nor infinity
         lines = json.loads(json.dumps(lines), parse_constant=lambda name: None)
         write_atomic(trainer.out_dir / ANSWERS, "".join(json.dumps(line) + "\n" for line in lines).encode())
@@ -168,24 +151,20 @@ class AnswerMetrics(TimedMetrics):
         return columns
 
 
-def make_answer_metrics(launch: Launch, stack: ExitStack) -> AnswerMetrics | None:
-    """Start the functions of ``--eval.metric`` and try them; None without them. ``stack`` ends their processes.
+def make_answer_metrics(launch: Launch, stack: ExitStack) -> list[AnswerMetrics]:
+    """Start the functions of ``--eval.metric``, if there are any, and try them. ``stack`` ends their processes.
 
     Raises:
         UserError: A function or the data cannot be used.
     """
     tokenizer = launch.data.tokenizer
-    if not launch.args.eval.metric or launch.is_short:
-        return None
+    if not launch.args.eval.metric:
+        return []
     if tokenizer is None:
         raise UserError(f"--eval.metric {launch.args.eval.metric}: needs a tokenizer; specify --tokenizer_dir")
     processes: list[MetricProcess] = []
-    on_rank0 = ranks.run_on_rank0(lambda: _set_up(launch, tokenizer, processes, stack))
-    others = on_rank0 and on_rank0._replace(
-        prompts=[prompt._replace(row={}, reference=None) for prompt in on_rank0.prompts]
-    )
-    setup = ranks.broadcast_from_rank0(others)
-    return AnswerMetrics(on_rank0 or setup, processes, tokenizer)
+    setup = ranks.result_of_rank0(lambda: _set_up(launch, tokenizer, processes, stack))
+    return [AnswerMetrics(setup, processes, tokenizer)]
 
 
 def _set_up(launch: Launch, tokenizer: Tokenizer, processes: list[MetricProcess], stack: ExitStack) -> MetricSetup:

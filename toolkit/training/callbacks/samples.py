@@ -1,8 +1,10 @@
 """Generate samples during training from a fixed prompt, for ``--eval.max_new_tokens``."""
 
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,11 +14,9 @@ from toolkit.data.base import PreparedData, TokenDataset, rows_of
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed import ranks
 from toolkit.errors import UserError
-from toolkit.inference.generate import generate
-from toolkit.inference.sampling import GREEDY
+from toolkit.inference.answers import Answerer
 from toolkit.inference.text import stop_tokens
 from toolkit.models.config import ModelConfig
-from toolkit.models.gpt import GPT
 from toolkit.training.run import Callback, Metrics, Run
 from toolkit.ui.events import write_event
 
@@ -56,22 +56,13 @@ class Sampler(Callback):
             display: The run's display, silent except on rank 0.
         """
         display.phase("sampling")
-        was_training = model.training
-        model.eval()
-        # the cache length changes with every token, so compiled blocks would recompile
-        with torch.compiler.set_stance("force_eager"):
-            tokens = list(
-                generate(
-                    cast(GPT, model),  # Fabric's wrapper forwards attributes to the model
-                    torch.tensor(self.prompt),
-                    max_new_tokens=self.max_new_tokens,
-                    sampling=GREEDY,
-                    cuda_graph=False,  # a CUDA graph would take memory from training
-                    eos_ids=() if self.tokenizer is None else stop_tokens(self.tokenizer),
-                    notice=lambda line: None,
-                )
+        with generating(model):
+            [tokens] = Answerer(model, next(model.parameters()).device).generate(
+                [self.prompt],
+                max_new_tokens=self.max_new_tokens,
+                cuda_graph=False,  # a CUDA graph would take memory from training
+                eos_ids=() if self.tokenizer is None else stop_tokens(self.tokenizer),
             )
-        model.train(was_training)
         prompt = " | ".join(" ".join(line.split()) for line in self._text(self.prompt).splitlines() if line.strip())
         if len(prompt) > _MAX_CHARS:
             prompt = f"... {prompt[-_MAX_CHARS:].partition(' ')[2]}"  # do not cut words
@@ -86,6 +77,17 @@ class Sampler(Callback):
             return " ".join(map(str, ids))
         text = self.tokenizer.decode(ids)
         return "".join(c if c.isprintable() or c in "\n\t" else " " for c in text)  # no terminal control characters
+
+
+@contextmanager
+def generating(model: nn.Module) -> Iterator[None]:
+    """Context in which a model that is trained generates text: in evaluation mode, and not compiled."""
+    was_training = model.training
+    model.eval()
+    # the cache length changes with every token, so compiled blocks would recompile
+    with torch.compiler.set_stance("force_eager"):
+        yield
+    model.train(was_training)
 
 
 def make_sampler(data: PreparedData, config: ModelConfig | None, max_new_tokens: int | Auto) -> Sampler | None:

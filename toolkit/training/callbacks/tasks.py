@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from toolkit.distributed import ranks
 from toolkit.distributed.launchers import run_toolkit
 from toolkit.errors import CommandError, UserError
 from toolkit.io.tempfiles import temporary_prefix
@@ -33,18 +34,18 @@ class TaskMetrics(TimedMetrics):
         self._launch, self._checkpointer = launch, checkpointer
         self.columns = tuple(self._evaluate(_TRIAL_QUESTIONS))
 
-    def validation_metrics(self, trainer: Run) -> Metrics:
-        with self.timed(trainer.display):
-            return self._evaluate(trainer.args.eval.metric_rows, trainer)
+    def measure(self, trainer: Run) -> Metrics:
+        return self._evaluate(trainer.args.eval.metric_rows)
 
-    def _evaluate(self, limit: int | None, trainer: Run | None = None) -> Metrics:
+    def _evaluate(self, limit: int | None) -> Metrics:
         display = self._launch.display
         display.phase("running lm-eval tasks")
         with TemporaryDirectory(prefix=temporary_prefix()) as parent:  # empty on the other ranks
             folder = Path(parent) / "model"
             folder.mkdir()
             self._checkpointer.export(folder)
-            return self.measure(partial(self._run, folder, limit), "run lm-eval tasks", display, trainer)
+            reporter = ranks.WaitReporter("run lm-eval tasks", display.message)
+            return ranks.result_of_rank0(partial(self._run, folder, limit), reporter)
 
     def _run(self, folder: Path, limit: int | None) -> Metrics:
         evaluation = self._launch.args.eval
