@@ -24,7 +24,6 @@ from toolkit.measure.parameters import (
     SCALES_4BIT,
     WEIGHTS,
     StoredParameter,
-    count_elements,
     stored_parameters,
 )
 from toolkit.measure.sample import model_of, select_layers
@@ -294,5 +293,5 @@ def _frozen_bytes(inputs: MemoryInputs) -> tuple[float, float]:
     if (frozen := inputs.of_frozen()) is None:
         return 0.0, 0.0
     model = model_of(frozen.config, None)
-    weights, block = (frozen.weight_bytes * count_elements(part.parameters()) for part in (model, model.blocks[0]))
+    weights, block = (frozen.weight_bytes * count_parameters(part).total for part in (model, model.blocks[0]))
     return weights / inputs.strategy.shards, 2.0 * block * (inputs.strategy.kind == "fsdp")

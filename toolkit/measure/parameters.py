@@ -1,6 +1,5 @@
 """How a device stores the parameters of a model. Sizes are in bytes."""
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from torch import nn
@@ -36,7 +35,6 @@ class StoredParameter(NamedTuple):
         is_offloaded: Whether its shard is in CPU memory.
     """
 
-    name: str
     parameter: nn.Parameter
     kind: str
     itemsize: float
@@ -82,9 +80,7 @@ def stored_parameters(inputs: MemoryInputs, model: GPT) -> list[StoredParameter]
         shards = strategy.shards if is_sharded else 1
         is_offloaded = is_sharded and strategy.offloads
         stored.append(
-            StoredParameter(
-                name, parameter, kind, itemsize, decays, is_main, parts, is_replicated, shards, is_offloaded
-            )
+            StoredParameter(parameter, kind, itemsize, decays, is_main, parts, is_replicated, shards, is_offloaded)
         )
     return stored
 
@@ -93,7 +89,3 @@ def quantized_weights(inputs: MemoryInputs, model: GPT) -> dict[str, nn.Paramete
     """Return the 4-bit weights by name, if --quantize is set."""
     layers = [] if inputs.quantize is None else quantized_layers(model)
     return {f"{name}.weight": layer.get_parameter("weight") for name, layer in layers}
-
-
-def count_elements(parameters: Iterable[nn.Parameter]) -> int:
-    return sum(p.numel() for p in parameters)
