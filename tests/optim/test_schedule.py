@@ -110,8 +110,3 @@ def test_n5_warmup_fraction_of_a_run_of_unknown_length():
     with pytest.raises(UserError, match="--train.lr_warmup_fraction 0.1"):
         schedule(None, lr_schedule="constant", lr_warmup_fraction=0.1)
     assert schedule(1_000_000, lr_warmup_fraction=0.5).warmup_steps == 500_000  # explicit values are not capped
-
-
-def test_min_lr_of_a_constant_learning_rate_is_an_error():
-    with pytest.raises(UserError, match="--train.min_lr 0.1: has no effect"):
-        schedule(lr_schedule="constant", min_lr=0.1)

@@ -38,6 +38,7 @@ LORA, MODULE, SGD = {"lora": LoRAConfig()}, {"module": nn.Linear(1, 1)}, {"optim
 SPLIT = {"tensor_parallel_size": 2}
 LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16}
 NF4, MIXED = {"quantize": "bnb.nf4"}, {"precision": "16-mixed"}
+NO_VALIDATION = {"eval.interval": 0, "eval.final_validation": False}
 CONTEXT = {"context_parallel_size": 2}
 FP8, BF16_MIXED = {"train.fp8": "tensorwise"}, {"precision": "bf16-mixed"}
 DISTILLATION = {"objective": Distillation("teacher")}
@@ -289,6 +290,13 @@ CASES = [
      "--eval.best_by val_bpb has no effect with a run without --train.keep_best true or --train.patience; set one of"),
     ({"eval.best_mode": "max"}, {},
      "--eval.best_mode max has no effect with a run without --train.keep_best true or --train.patience; set one of"),
+    (NO_VALIDATION | {"eval.metric": "rouge_l"}, {},
+     "--eval.metric rouge_l is not supported with a run without validations; set --eval.interval"),
+    (NO_VALIDATION | {"eval.tasks": "mmlu"}, {}, "--eval.tasks mmlu is not supported with a run without validations"),
+    (NO_VALIDATION | {"train.keep_best": True}, {},
+     "--train.keep_best true is not supported with a run without validations; set --eval.interval"),
+    ({"train.patience": 2, "eval.interval": 0}, {},
+     "--train.patience 2 has no effect with --eval.interval 0; set --eval.interval"),
     ({"train.lr_schedule": "constant", "train.min_lr": 1e-5}, {},
      "--train.min_lr 1e-05 has no effect with --train.lr_schedule constant; remove one of them"),
 ]  # fmt: skip

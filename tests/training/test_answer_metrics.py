@@ -147,7 +147,7 @@ def test_mistakes_are_one_line_before_training(flags, capsys):
         (["rouge_l", "--eval.metric_data", "none.json"], "--eval.metric_data none.json: no such file"),
         (["my_metrics:loss"], "--eval.metric my_metrics:loss: loss is also another metric; rename it"),
         (["crc,"], "--eval.metric crc: no such metric"),
-        (["rouge_l", "--eval.interval", "0", "--eval.final_validation", "false"], "rouge_l: the run never validates"),
+        (["rouge_l", "--eval.interval", "0", "--eval.final_validation", "false"], "rouge_l is not supported with a run"),
         (["rouge_l", "--data.val_split_fraction", "0"], "has no held-out rows with answers; give --eval.metric_data"),
         (["check:no-such-command"], "--eval.metric check:no-such-command: FileNotFoundError: "),
     ):  # fmt: skip

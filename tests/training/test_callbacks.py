@@ -319,4 +319,4 @@ def test_mistakes_in_metrics_are_one_line(pretrain, capsys, flags, code, message
 
 def test_patience_without_validations_is_refused(pretrain, capsys):
     assert pretrain("--train.patience", "2", "--eval.interval", "0") == 2
-    assert "--train.patience 2: has no effect without --eval.interval" in capsys.readouterr().err
+    assert "--train.patience 2 has no effect with --eval.interval 0" in capsys.readouterr().err

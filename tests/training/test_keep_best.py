@@ -129,7 +129,7 @@ def test_initial_weights_can_be_the_best(flags, fake_losses, tmp_path):
         (["--data.val_fraction", "0"], "--train.keep_best true: this data has no validation split"),
         (
             ["--eval.interval", "0", "--eval.final_validation", "false"],
-            "--train.keep_best true: the run never validates",
+            "--train.keep_best true is not supported with a run without validations",
         ),
     ],
 )

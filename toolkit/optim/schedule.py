@@ -91,8 +91,6 @@ def build_schedule(args: TrainArgs, total_steps: int | None, defaults: CommandDe
         )
     scaling = lr_scaling(args, defaults)
     peak = args.peak_learning_rate * scaling.factor
-    if args.lr_schedule == "constant" and args.min_lr != AUTO:
-        raise UserError(f"--train.min_lr {args.min_lr}: has no effect with --train.lr_schedule constant; remove it")
     minimum = (args.peak_learning_rate / 10 if args.min_lr == AUTO else args.min_lr) * scaling.factor
     if minimum > peak:
         raise UserError(

@@ -109,6 +109,11 @@ _TRACKS_NOTHING = Use(
     "a run without --train.keep_best true or --train.patience",
     lambda f: not f.train.keep_best and f.train.patience is None,
 )
+_METRIC, _TASKS = _set("eval.metric", "NAME"), _set("eval.tasks", "NAMES")
+_NO_VALIDATION = Use(
+    "a run without validations",
+    lambda f: not (f.eval.interval or f.eval.initial_validation or f.eval.final_validation),
+)
 _NEFTUNE, _PRETRAIN = _set("train.neftune_alpha", "ALPHA"), Use("pretrain", lambda f: not f.is_finetune)
 _OTHER_DTYPE = "the weights have another dtype"
 _SET_BLOCK_CLASSES = "set block_classes"
@@ -294,14 +299,17 @@ ROWS: tuple[Row, ...] = (
     Row(_IN_BACKWARD, _FOREIGN_OPTIMIZER, _NOT_IN_PARTS, "remove it"),
     Row(_IN_BACKWARD, _OFFLOAD, "the gradients are in CPU memory only after the backward pass"),
     # validation
-    *(Row(_set("eval.metric", "NAME"), other, reason) for other, reason in (
+    *(Row(_METRIC, other, reason) for other, reason in (
         (_HEAD, "there is no LM head to answer with"),
         (_USER_MODULE, "it may not generate text"), (_PIPELINE, "the stages would wait for each other at every token"),
         (_CONTEXT, "answers are too short to be split"))),
-    *(Row(_set("eval.tasks", "NAMES"), other, reason) for other, reason in (
+    *(Row(_TASKS, other, reason) for other, reason in (
         (_USER_MODULE, "it cannot be exported"), (_PIPELINE, "no rank has a complete model"))),
     *(_no_effect(_set(f"eval.best_{name}", words), _TRACKS_NOTHING, fix="set one of them or remove it")
       for name, words in (("by", "NAME"), ("mode", "max, min"))),
+    *(Row(use, _NO_VALIDATION, fix="set --eval.interval")
+      for use in (_METRIC, _TASKS, _is("train.keep_best", True))),
+    _no_effect(_set("train.patience", "N"), _is("eval.interval", 0), fix="set --eval.interval"),
     # schedule
     _no_effect(_set("train.min_lr", "RATE"), _is("train.lr_schedule", "constant"), fix="remove one of them"),
 )

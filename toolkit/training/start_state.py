@@ -9,7 +9,7 @@ from toolkit.checkpoints.adapters import AdapterInfo
 from toolkit.checkpoints.fingerprint import base_fingerprint
 from toolkit.config import AUTO, EvalArgs, TrainArgs
 from toolkit.data.base import PreparedData, epoch_rows, is_ragged, mean_length, row_lengths
-from toolkit.errors import UserError, require_option
+from toolkit.errors import UserError
 from toolkit.measure.flops import flops_per_token
 from toolkit.optim.schedule import Schedule, build_schedule
 from toolkit.planning.frozen import frozen_flag, require_same_vocabulary
@@ -83,7 +83,7 @@ def prepare_start_state(
     )
     require_same_weights(args, base, resume_from)
     require_same_options(replace(args, fsdp=resolved.fsdp), fingerprint)
-    require_validations(args.train, args.eval, data)
+    require_validation_data(args.train, args.eval, data)
     progress = Progress()
     if resume_from is not None:
         meta = read_meta(resume_from)
@@ -123,13 +123,8 @@ def longest_ragged(data: PreparedData, limit: int | None) -> int:
     return min([max(longest, default=0), *filter(None, [limit])])  # the lengths of groups are sums
 
 
-def require_validations(train: TrainArgs, evaluation: EvalArgs, data: PreparedData) -> None:
-    """Check that validation is enabled if ``--train.keep_best`` or ``--train.patience`` needs it."""
-    has_validations = any([evaluation.interval, evaluation.final_validation, evaluation.initial_validation])
-    for name in ("metric", "tasks"):
-        value = getattr(evaluation, name)
-        hint = "the run never validates; set --eval.interval"
-        require_option(value is None or has_validations, f"eval.{name}", value, hint)
+def require_validation_data(train: TrainArgs, evaluation: EvalArgs, data: PreparedData) -> None:
+    """Check that there is validation data if ``--train.keep_best`` or ``--train.patience`` needs it."""
     flags = {"keep_best true": train.keep_best, f"patience {train.patience}": train.patience is not None}
     for flag in (flag for flag, is_given in flags.items() if is_given):
         if evaluation.best_by == AUTO and (data.val is None or not len(data.val)):
@@ -137,7 +132,3 @@ def require_validations(train: TrainArgs, evaluation: EvalArgs, data: PreparedDa
                 f"--train.{flag}: this data has no validation split; hold one out "
                 "(such as --data.val_split_fraction 0.05, for text --data.val_fraction), or remove the option"
             )
-        if not has_validations:
-            raise UserError(f"--train.{flag}: the run never validates; set --eval.interval")
-    if train.patience is not None and not evaluation.interval:
-        raise UserError(f"--train.patience {train.patience}: has no effect without --eval.interval")
