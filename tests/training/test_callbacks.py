@@ -218,7 +218,7 @@ def test_patience_stops_early_and_survives_a_resume(pretrain, tmp_path, monkeypa
     flags = ["--eval.interval", "2", "--eval.final_validation", "false", "--train.patience"]
     assert pretrain(*flags, "2", "--train.save_interval", "7", steps=7) == 0  # one of two validations so far
     assert pretrain(*flags, "2", "--resume", "auto", steps=12) == 0
-    assert "stopping after step 8: no lower validation loss in 2 validations" in capsys.readouterr().out
+    assert "stopping after step 8: the lowest val_loss is 2 validations old" in capsys.readouterr().out
     assert pretrain(*flags, "2", "--resume", "auto", steps=12) == 0
     assert "the run is finished, nothing to do" in capsys.readouterr().out
     assert pretrain(*flags, "4", "--resume", "auto", steps=12) == 0
@@ -289,7 +289,7 @@ def test_metrics_of_callbacks_are_shown_and_decide_and_resume(pretrain, tmp_path
     assert "| Validation my score | 0.3 ± 0.01 |" in (tmp_path / "README.md").read_text()
 
     assert pretrain(*flags, "--resume", "auto", steps=7) == 0
-    assert "stopping after step 5: no higher val_my_score in 2 validations" in capsys.readouterr().out
+    assert "stopping after step 5: the highest val_my_score is 2 validations old" in capsys.readouterr().out
     assert step_of(out / "best") == 3  # neither nan nor inf is better
     by_lowest = [*flags, "--eval.best_mode", "min", "--resume", "auto"]
     assert pretrain(*by_lowest, steps=7) == 0  # the run stopped early only by the other direction

@@ -264,12 +264,10 @@ class Engine:
 
     def _save_early(self) -> str:
         """Save and upload before the run stops. Collective."""
-        step = self.run.progress.step
-        folder = self.run.save(f"step-{step:08d}")
+        saved = self.run.save_step()
         for upload in uploads(self.run.callbacks):
             upload.wait()
-        saved = "" if self.run.is_short else f"; {self.run.address(folder)} is saved; resume with --resume auto"
-        return f"stopped after step {step}{saved}"
+        return f"stopped after step {self.run.progress.step}{saved}"
 
     def _step(self, micro_batches: list[Batch], counts: dict[str, int], learning_rate: float) -> StepResult:
         run = self.run
@@ -297,7 +295,7 @@ class Engine:
             run.garbage.collect()
             self.ready_at = self.validated_at = time.perf_counter()
         if not is_last and (is_due(self.intervals.save_steps, step) or totals["save_is_due"] or totals[SAVE_NOW]):
-            run.start_save(f"step-{step:08d}")
+            run.start_save(run.step_name)
             run.garbage.collect()
             self.ready_at = self.saved_at = time.perf_counter()
         if totals[SAVE_NOW]:

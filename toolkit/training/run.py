@@ -215,6 +215,15 @@ class Run(Launch):
         self._announce(folder)
         return folder
 
+    def save_step(self) -> str:
+        """Save the state after this step, and return the end of a message that says so. Collective."""
+        folder = self.save(self.step_name)
+        return "" if self.is_short else f"; {self.address(folder)} is saved; resume with --resume auto"
+
+    @property
+    def step_name(self) -> str:
+        return f"step-{self.progress.step:08d}"
+
     def save_checkpoint(self, path: Any = None, **options: Any) -> None:
         """Raise UserError with the alternative to this method of other trainers."""
         raise UserError(

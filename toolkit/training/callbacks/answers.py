@@ -14,7 +14,7 @@ from toolkit.data.batch import choose_padding
 from toolkit.data.sft.prompts import Prompt, prompt_template, read_prompts
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed import ranks
-from toolkit.errors import UserError, count_of
+from toolkit.errors import UserError
 from toolkit.inference.answers import Answerer
 from toolkit.inference.text import TextStream, stop_tokens
 from toolkit.io.atomic import write_atomic
@@ -63,8 +63,7 @@ class TimedMetrics(Callback):
         except UserError as error:
             if not trainer.progress.step:
                 raise
-            folder = trainer.save(f"step-{trainer.progress.step:08d}")
-            raise UserError(f"{error}; {trainer.address(folder)} is saved; resume with --resume auto") from error
+            raise UserError(f"{error}{trainer.save_step()}") from error
         finally:
             self.seconds += time.perf_counter() - start
 
@@ -182,9 +181,8 @@ def _set_up(launch: Launch, tokenizer: Tokenizer, processes: list[MetricProcess]
     limit = config.block_size
     short = [p for p in prompts if len(p.ids) < limit and all(len(ids) <= limit for ids, _ in p.choices)]
     if len(short) < len(prompts):
-        count = count_of(len(prompts) - len(short), "prompt")
         reason = f"longer than the model's context of {limit} tokens"
-        launch.display.message(f"note: --eval.metric: {count} left out, {reason}")
+        launch.display.message(f"note: --eval.metric: {len(prompts) - len(short)} prompts left out, {reason}")
     if not short:
         raise UserError(f"--eval.metric {evaluation.metric}: no prompt is left; give others by --eval.metric_data")
     names: list[str] = []

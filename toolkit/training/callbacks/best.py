@@ -82,6 +82,4 @@ class EarlyStopping(_TracksBest):
 
     def _stop_if_due(self, trainer: Run) -> None:
         if self.stale_validations >= self.patience:
-            name = "validation loss" if self.metric.name == "val_loss" else self.metric.name
-            better = "higher" if self.metric.is_higher_better else "lower"
-            trainer.request_stop(f"no {better} {name} in {self.patience} validations (--train.patience)")
+            trainer.request_stop(f"{self.metric} is {self.patience} validations old (--train.patience)")

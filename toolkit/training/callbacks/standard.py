@@ -63,7 +63,7 @@ def build_callbacks(
     if launch.is_short:
         return [ReplicaCheck(state.model), *user_callbacks]
     peak = peak_flops(launch.fabric.device, launch.config.precision)
-    throughput = Throughput(state.flops, None if peak is None else peak * ranks.world_size())
+    throughput = Throughput(state.flops, peak and peak * ranks.world_size())
     callbacks: list[Callback] = [
         ReplicaCheck(state.model),
         ThroughputMonitor(throughput),
@@ -145,20 +145,17 @@ def start_uploads(remote: RemoteRun, launch: Launch, stack: ExitStack, leaders: 
     ``leaders`` are the ranks that upload the part of a checkpoint on their disk.
     """
 
-    def start() -> Uploader:
-        uploader = remote.start_uploads(launch.args.train.keep_last, launch.display.message)
+    def start() -> Uploader | None:
+        if ranks.global_rank() == 0:
+            uploader = remote.start_uploads(launch.args.train.keep_last, launch.display.message)
+        elif ranks.global_rank() in leaders:
+            uploader = remote.start_part_uploads()
+        else:
+            return None
         stack.callback(uploader.close)
         return uploader
 
-    def start_other() -> Uploader | None:
-        if launch.world.global_rank == 0 or launch.world.global_rank not in leaders:
-            return first
-        other = remote.start_part_uploads()
-        stack.callback(other.close)
-        return other
-
-    first = ranks.run_on_rank0(start)
-    return Upload(ranks.call_on_all_ranks(start_other), launch.args, launch.display)
+    return Upload(ranks.call_on_all_ranks(start), launch.args, launch.display)
 
 
 def finish_run(launch: Launch, stack: ExitStack) -> None:

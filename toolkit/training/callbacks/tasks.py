@@ -57,9 +57,7 @@ class TaskMetrics(TimedMetrics):
         try:
             output = run_toolkit(words)
         except CommandError as error:
-            option = f"tasks {evaluation.tasks}: "
-            reason = str(error).removeprefix("toolkit evaluate: ").removeprefix(f"--{option}")
-            raise UserError(f"--eval.{option}{reason}") from error
+            raise UserError(f"--eval.tasks {evaluation.tasks}: {error}") from error
         return columns_of(json.loads(output.splitlines()[-1])["tasks"])
 
 
