@@ -15,7 +15,7 @@ from toolkit.checkpoints.remote.run import RemoteRun
 from toolkit.checkpoints.run.resume import resolve_resume
 from toolkit.checkpoints.store import FINAL, newest
 from toolkit.config import AUTO, RunOptions
-from toolkit.data.base import PreparedData, Report
+from toolkit.data.base import PreparedData
 from toolkit.distributed.device import count_devices, deterministic_algorithms, fp32_reductions, pick_accelerator
 from toolkit.distributed.fabric import build_fabric
 from toolkit.distributed.launch import Timeouts, launch_processes
@@ -95,9 +95,6 @@ def launch_run(config: ResolvedConfig, world: WorldInfo, stack: ExitStack, is_sh
     if json_file is not None:
         stack.enter_context(redirect_stdout(sys.stderr))  # of everything that is not JSON
     remote = RemoteRun(args.out_dir, out_dir) if is_url(args.out_dir) else None
-    # A single launcher searches before it starts processes, so that no other process has to wait for it.
-    is_single_launcher = world.world_size == 1 or (world.starts_processes and world.num_nodes == 1)
-    resume_from = _find_resume(args, remote, print) if is_single_launcher else None
     strategy, precision = config.strategy, config.precision
     if is_alone(args):
         strategy, precision = replace(strategy, kind="single"), "32-true"
@@ -120,8 +117,12 @@ def launch_run(config: ResolvedConfig, world: WorldInfo, stack: ExitStack, is_sh
     stack.enter_context(deterministic_algorithms(args.deterministic))
     stack.enter_context(fp32_reductions())
     display: Any = stack.enter_context(make_progress(world.global_rank == 0, json_file))
-    if world.global_rank == 0 and not is_single_launcher:
-        resume_from = _find_resume(args, remote, display.message)
+    resume_from = None
+    if world.global_rank == 0:
+        require_unlocked(out_dir)
+        if remote is not None:
+            remote.prepare(args.resume, display.message, keep_best=args.train.keep_best, verify=args.verify_checkpoint)
+        resume_from = resolve_resume(args.resume, out_dir)
     if group.decide_on_rank0(lambda: uses_old_ends(resume_from)):
         keep_old_ends(args.data)
     display.phase("preparing data")
@@ -132,13 +133,6 @@ def launch_run(config: ResolvedConfig, world: WorldInfo, stack: ExitStack, is_sh
     config = keep_fused_qkv(with_length(config, data, display.message), resume_from)
     state = prepare_start_state(config, data, resume_from, damaged)
     return Launch(config, world, launched_at, remote, display, fabric, data, state, is_short)
-
-
-def _find_resume(args: RunArgs, remote: RemoteRun | None, report: Report) -> Path | None:
-    require_unlocked(args.run_dir)
-    if remote is not None:
-        remote.prepare(args.resume, report, keep_best=args.train.keep_best, verify=args.verify_checkpoint)
-    return resolve_resume(args.resume, args.run_dir)
 
 
 def is_alone(args: RunOptions) -> bool:
