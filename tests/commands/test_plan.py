@@ -330,7 +330,7 @@ def test_oom_advice_goes_on_from_the_runs_checkpointing(monkeypatch):
 def test_adapters_that_are_too_large_are_the_advice(capsys):
     words = ["HuggingFaceTB/SmolLM2-135M-Instruct", "--data.json_path", "x", "--lora_r", "999999"]
     assert main(["plan", "finetune_lora", *words, "--device_memory_gb", "80"]) == 0
-    assert "use more --devices or --num_nodes, or a smaller --lora_r." in capsys.readouterr().out
+    assert "use more --devices, --num_nodes, or a smaller model or --lora_r." in capsys.readouterr().out
 
 
 def test_finetuning_arguments_match_the_command():

@@ -172,8 +172,7 @@ class Pipeline:
 
     def _sum_tied_gradients(self) -> None:
         """Add the gradients of the two copies of a tied embedding, in the same order on both ranks."""
-        ends = (0, self.size - 1)
-        if not self.model.config.tie_embeddings or self.rank not in ends:
+        if not self.model.config.tie_embeddings or self.rank not in (0, self.size - 1):
             return
         weight: Any = self.model.transformer.wte.weight
         if weight.grad is None:
@@ -181,7 +180,7 @@ class Pipeline:
         gradient = weight.grad.to_local()
         sent = gradient.to(self._device, copy=True)  # shards may be offloaded
         received = torch.empty_like(sent)
-        other = dist.get_global_rank(self._group, ends[0] if self.rank else ends[1])
+        other = dist.get_global_rank(self._group, self.size - 1 - self.rank)
         operations = [
             dist.P2POp(dist.isend, sent, other, self._group),
             dist.P2POp(dist.irecv, received, other, self._group),

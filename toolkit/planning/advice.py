@@ -215,9 +215,7 @@ def out_of_memory(args: RunArgs, spec: DeviceSpec, is_auto: bool = False) -> Use
     size = args.train.micro_batch_size
     start = f"--train.micro_batch_size {size}: out of memory on {spec.device}"
     if args.module is not None:
-        hint = "a smaller one" if size != 1 else "shorter sequences or more devices"
-        if args.block_classes and args.train.activation_checkpointing != "full":
-            hint = f"--train.activation_checkpointing full, or {hint}"
+        hint = "--train.activation_checkpointing full, a smaller micro-batch, shorter sequences or more devices"
         return UserError(f"{start}; use {hint}{_PAGE}")
     plan = plan_run(args, spec)
     # the run did not fit even if the estimate says so: other processes may use device memory

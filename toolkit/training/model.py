@@ -208,15 +208,10 @@ def _shards_fit(spec: ModelSpec, source: Path) -> bool:
     if (stored.head, stored.tie_embeddings) == (config.head, config.tie_embeddings):
         return True
     if ranks.world_size() > 1:
+        option = f"--train.tie_embeddings {config.tie_embeddings}"
         if stored.head != config.head:
-            raise UserError(
-                f"--head {config.head}: the sharded checkpoint {source} has an LM head; run `toolkit consolidate` on "
-                "it first"
-            )
-        raise UserError(
-            f"--train.tie_embeddings {config.tie_embeddings}: the sharded checkpoint {source} has the opposite "
-            "setting; run `toolkit consolidate` on it first"
-        )
+            option = f"--head {config.head}"
+        raise UserError(f"{option}: not so in the sharded checkpoint {source}; run `toolkit consolidate` on it first")
     return False
 
 

@@ -54,12 +54,7 @@ class StepTimes:
     COLUMNS = ("data_wait_s", "step_s", "slowest_rank")
 
     def __init__(self) -> None:
-        self._reset()
-
-    def _reset(self) -> None:
-        self._steps, self._seconds = 0, 0.0
-        self._host_seconds: np.ndarray | float = 0.0  # by rank
-        self._data_seconds: np.ndarray | float = 0.0
+        self._steps: list[tuple[np.ndarray, float]] = []
 
     def add(self, microseconds: list[list[int]], seconds: float) -> None:
         """Add a step.
@@ -68,10 +63,7 @@ class StepTimes:
             microseconds: For each rank, host time and the part spent on data loading.
             seconds: Seconds from the step's all-reduce to its end.
         """
-        host, data = np.array(microseconds).T / 1e6
-        self._host_seconds, self._data_seconds = self._host_seconds + host, self._data_seconds + data
-        self._steps += 1
-        self._seconds += host.max() + seconds
+        self._steps.append((np.array(microseconds).T / 1e6, seconds))
 
     def read(self) -> dict[str, float]:
         """Return per-step means. Resets the counters.
@@ -79,8 +71,9 @@ class StepTimes:
         step_s is the wall time without validation and saving. slowest_rank is the rank with the most host time, and
         data_wait_s its data loading time.
         """
-        slowest = int(np.argmax(self._host_seconds))
-        data = float(np.atleast_1d(self._data_seconds)[slowest])
-        values = {"data_wait_s": data / self._steps, "step_s": self._seconds / self._steps, "slowest_rank": slowest}
-        self._reset()
-        return values
+        by_rank, rest = (np.array(values) for values in zip(*self._steps, strict=True))
+        self._steps = []
+        host, data = by_rank.mean(0)
+        slowest = int(host.argmax())
+        step_s = (by_rank[:, 0].max(1) + rest).mean()
+        return {"data_wait_s": float(data[slowest]), "step_s": float(step_s), "slowest_rank": slowest}

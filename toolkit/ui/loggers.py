@@ -70,10 +70,8 @@ class MetricsCSV:
         """Append a row. Columns that are missing or ``None`` are left empty."""
         if extra := sorted(row.keys() - set(self.columns)):
             raise UserError(f"metric {extra[0]}: is not a column of metrics.csv; list it in the callback's `columns`")
-        cells = {
-            name: value if isinstance(value, int) else float(value) for name, value in row.items() if value is not None
-        }
-        line = self._line({name: repr(value) for name, value in cells.items()})
+        present = ((name, value) for name, value in row.items() if value is not None)
+        line = self._line({name: repr(value if isinstance(value, int) else float(value)) for name, value in present})
         try:
             while line:
                 line = line[self._file.write(line) :]

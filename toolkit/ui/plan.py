@@ -134,9 +134,7 @@ def format_plan(summary: Values) -> str:
     counts, memory = summary["parameters"], summary["memory_gb"]
     world = summary["devices"] * summary["num_nodes"]
     sharded = ", their gradients sharded" if summary["accumulate"] == "sharded" else ""
-    where = f"{world} x {summary['device']}"
-    # several devices may read the same rows
-    readers = summary["global_batch_size"] // summary["micro_batch_size"] // summary["gradient_accumulation_steps"]
+    where, readers = f"{world} x {summary['device']}", summary["data_parallel"]  # several may read the same rows
     lines = [
         f"Model      {summary['model']}: {counts['total']:,} parameters, {counts['trained']:,} trained, "
         f"{counts['matmul']:,} in matrix products",
@@ -162,9 +160,7 @@ def format_plan(summary: Values) -> str:
     lines += [f"  {name:16}{size:9.2f}  {_DESCRIPTIONS[name]}".rstrip() for name, size in parts.items()]
     reason = ""
     if sum(parts.values()) > memory["total"] + 0.005 * len(parts):
-        reason = "  less than the sum: gradients replace activations (--train.micro_batch_size)"
-        if memory["recomputed_block"]:
-            reason = "  less than the sum: one block is recomputed at a time (--train.activation_checkpointing)"
+        reason = "  less than the sum: gradients replace activations, and each recomputed block the one before"
     lines += [f"  {'total':15}{memory['total']:10.2f}{reason}"]
     if host := summary["host_memory_gb"]:
         lines.append(f"  {'in CPU memory':15}{host:10.2f}  per process: shards of weights, gradients and optimizer")
@@ -249,9 +245,5 @@ def _verdict(summary: Values) -> list[str]:
         line = f"  {number}. {advice['change']:45} {advice['memory_gb']:.2f} GB{node}"
         lines.append(", ".join(filter(None, [line, advice["quality_cost"], "fits" * advice["fits"]])))
     if not any(advice["fits"] for advice in summary["advice"]):
-        memory = summary["memory_gb"]
-        smaller = f"model ({'--model_name' if summary['command'] == 'pretrain' else '--checkpoint_dir'})"
-        if memory["adapters"] > memory["weights"] + memory["quantized_base"]:
-            smaller = "--lora_r"
-        lines.append(f"  These changes are not enough; use more --devices or --num_nodes, or a smaller {smaller}.")
+        lines.append("  These changes are not enough; use more --devices, --num_nodes, or a smaller model or --lora_r.")
     return lines

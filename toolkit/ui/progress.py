@@ -169,7 +169,7 @@ class Pace:
         self._step = 0
         self._step_end: float | None = None  # end of the last step, plus pauses since then
         self._recent_seconds = self._recent_steps = 0.0  # of steps, exponentially decayed
-        self._active = self._paused = 0.0  # seconds since the first step
+        self._active = 0.0  # seconds of steps since the first one
         self._recent_wait = 0.0  # for data, decayed like the seconds of steps
         self._pauses: dict[str, float] = {}  # seconds since the first step, by phase
 
@@ -182,7 +182,6 @@ class Pace:
         now = self._clock()
         if self._step_end is not None and self._phase != self._phase_of_steps:
             seconds = now - self._phase_since
-            self._paused += seconds
             self._pauses[self._phase] = self._pauses.get(self._phase, 0.0) + seconds
             self._step_end += seconds
         self._phase, self._phase_since = name, now
@@ -208,7 +207,7 @@ class Pace:
         """Estimate the seconds from ``step`` to the end of the run. Return ``None`` while unknown."""
         if total_steps is None or not self._recent_steps:
             return None
-        pauses = self._paused / self._active if self._active > 0 else 0.0
+        pauses = sum(self._pauses.values()) / self._active if self._active > 0 else 0.0
         return max(total_steps - step, 0) * self._recent_seconds / self._recent_steps * (1 + pauses)
 
     def bottleneck(self) -> str:
@@ -217,10 +216,11 @@ class Pace:
         Waiting for data is measured over about the last half minute, pauses since the first step. Communication is not
         measured: it overlaps with computation.
         """
-        total = self._active + self._paused
+        pauses = dict(self._pauses)  # the display has a thread
+        total = self._active + sum(pauses.values())
         if not self._recent_seconds or total <= 0:
             return ""
-        shares = {phase: seconds / total for phase, seconds in dict(self._pauses).items()}  # the display has a thread
+        shares = {phase: seconds / total for phase, seconds in pauses.items()}
         shares["waiting for data"] = self._recent_wait / self._recent_seconds * self._active / total
         part = max(shares, key=shares.__getitem__)
         return f"{part}: {100 * shares[part]:.0f} % of the time" if shares[part] > MIN_SHARE else ""
