@@ -22,7 +22,7 @@ BUDGET = {
     "models": 59_500,
     "checkpoints": 48_100,
     "metrics": 3_000,
-    "planning": 16_800,
+    "planning": 16_900,
     "measure": 15_800,
     "training": 42_800,
     "distributed": 27_300,
