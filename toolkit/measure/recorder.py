@@ -73,8 +73,9 @@ class Recorder(TorchDispatchMode):
         if any(map(is_wrapper, types)):
             return NotImplemented  # continues with the operators on its parts
         out = func(*args, **(kwargs or {}))
-        self.track_all(tensors_in(out))
-        self.record(func, args, kwargs or {}, out)
+        if func.namespace != "prim":  # autograd asks fake tensors for their device more often than it runs operators
+            self.track_all(tensors_in(out))
+            self.record(func, args, kwargs or {}, out)
         return out
 
     def record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
