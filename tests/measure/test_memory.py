@@ -20,9 +20,9 @@ from toolkit.distributed.stages import STAGES_PER_RANK
 from toolkit.distributed.strategy import StrategyPlan, plan_strategy
 from toolkit.measure import trace
 from toolkit.measure.inputs import MemoryInputs
-from toolkit.measure.memory import count_parameters, plan_memory
+from toolkit.measure.memory import Memory, count_parameters, plan_memory
 from toolkit.measure.optimizer import state_bytes
-from toolkit.measure.trace import step_memory
+from toolkit.measure.trace import StepMemory, step_memory
 from toolkit.models import aligned, attention
 from toolkit.models.activation_checkpointing import checkpoint_blocks
 from toolkit.models.attention_kernels import Documents, document_bounds
@@ -112,6 +112,11 @@ def setup_of(family: str, precision: str, lora: LoRAConfig | None = None, **othe
     return MemoryInputs(CONFIGS[family], precision, device="cpu", lora=lora, **(values | other))
 
 
+def plan_state(setup: MemoryInputs) -> Memory:
+    """Plan all but activations and logits, without tracing a micro-batch, which takes longest."""
+    return plan_memory(setup, step=StepMemory())
+
+
 def build_on_meta(setup: MemoryInputs) -> GPT:
     return adapted_on_meta(setup.config, setup.lora)
 
@@ -195,7 +200,7 @@ def test_fp8_layers_save_bf16_inputs_and_no_copies_of_weights(case):
     assert memory.activations + memory.cast_weights == pytest.approx(counted, rel=0.02)
     assert memory.cast_weights < plain.cast_weights or precision == "bf16-true"
     two = replace(sharded(setup, 2, sharding_strategy="SHARD_GRAD_OP"), device="cuda")  # which gathers in fp8
-    less = plan_memory(replace(two, fp8="rowwise")).unsharded_unit - plan_memory(two).unsharded_unit
+    less = plan_state(replace(two, fp8="rowwise")).unsharded_unit - plan_state(two).unsharded_unit
     blocks = [sum(p.numel() for p in block.parameters() if p.ndim == 2) for block in build_on_meta(setup).blocks]
     assert less == sum(blocks) + blocks[-1]  # the weights, and the buffer of the last all-gather
 
@@ -403,7 +408,7 @@ def test_weights_gradients_and_optimizer_are_exact(case):
     precision, family, lora, name = case
     optimizer = OPTIMIZERS[name]
     setup = setup_of(family, precision, lora_of(family, lora), optimizer=optimizer)
-    model, memory = build(setup), plan_memory(setup)
+    model, memory = build(setup), plan_state(setup)
     loss_of(model, setup).backward()
     built = build_optimizer(model, optimizer, 1e-3, precision, no_decay_params(model))
     gradients = nbytes(p.grad for p in model.parameters() if p.grad is not None)
@@ -434,7 +439,7 @@ def test_low_memory_optimizers_are_counted_exactly(family):
 
     def check(precision, optimizer, accumulation):
         setup = setup_of(family, precision, optimizer=optimizer, accumulation=accumulation)
-        model, memory = build(setup), plan_memory(setup)
+        model, memory = build(setup), plan_state(setup)
         if setup.sums_in_fp32:
             for parameter in model.parameters():
                 parameter.grad_dtype = torch.float32
@@ -462,7 +467,7 @@ def test_intermediate_values_of_optimizers_that_are_not_fused():
 
     def check(name, precision):
         setup = replace(setup_of("llama", precision, optimizer={"name": name}), device="cuda")
-        model, memory = build(setup), plan_memory(setup)
+        model, memory = build(setup), plan_state(setup)
         options = {"name": name, "foreach": True}
         built = build_optimizer(model, options, 1e-3, precision, no_decay_params(model))
         for _ in range(2):
@@ -474,7 +479,7 @@ def test_intermediate_values_of_optimizers_that_are_not_fused():
         assert memory.update == pytest.approx(live.peak, rel=0.05)
 
     check_each(check, [("AdamW", "16-mixed"), ("RMSprop", "32-true"), ("NAdam", "32-true")])
-    assert plan_memory(replace(setup_of("llama", "bf16-mixed"), device="cuda")).update == 0
+    assert plan_state(replace(setup_of("llama", "bf16-mixed"), device="cuda")).update == 0
 
 
 @pytest.mark.parametrize(
@@ -483,7 +488,7 @@ def test_intermediate_values_of_optimizers_that_are_not_fused():
 )
 def test_copy_for_async_save_is_exact(family, lora):
     setup = setup_of(family, "bf16-mixed", LORAS[lora], async_save=True)
-    model, memory = build(setup), plan_memory(setup)
+    model, memory = build(setup), plan_state(setup)
     optimizer = build_optimizer(model, ADAMW, 1e-3, setup.precision, no_decay_params(model))
     loss_of(model, setup).backward()
     optimizer.step()
@@ -493,8 +498,8 @@ def test_copy_for_async_save_is_exact(family, lora):
         copies.begin(model, optimizer)
         copies.copy(state, "state")
     assert memory.checkpoint_copy == pytest.approx(sum(buffer.nbytes for buffer in copies._buffers.values()), abs=1)
-    assert memory.total == plan_memory(replace(setup, async_save=False)).total + memory.checkpoint_copy
-    on_gpu = plan_memory(replace(setup, device="cuda"))
+    assert memory.total == plan_state(replace(setup, async_save=False)).total + memory.checkpoint_copy
+    on_gpu = plan_state(replace(setup, device="cuda"))
     assert on_gpu.host_copy == memory.checkpoint_copy and on_gpu.checkpoint_copy == 0
 
 
@@ -557,7 +562,7 @@ def test_states_are_sharded_and_vectors_replicated_under_mixed_precision():
     vectors = 4 * sum(p.numel() for p in build_on_meta(setup).parameters() if p.ndim < 2)
     assert four.weights == pytest.approx(vectors + (unsharded.weights - vectors) / 4)
     assert four.optimizer == pytest.approx(2 * four.weights, rel=0.01)
-    assert plan_memory(sharded(setup_of("gpt_neox", "32-true"), 4)).weights == unsharded.weights / 4
+    assert plan_state(sharded(setup_of("gpt_neox", "32-true"), 4)).weights == unsharded.weights / 4
     assert four.cast_weights == 0 < unsharded.cast_weights
 
 
@@ -567,8 +572,8 @@ def test_unsharded_units_are_those_at_the_loss():
     block = sum(p.numel() for p in model.transformer.h[0].parameters())
     root = sum(p.numel() for p in model.transformer.ln_f.parameters())
     head = model.lm_head.weight.numel()
-    assert plan_memory(sharded(setup, 2)).unsharded_unit == 4 * (root + 2 * head)  # with the buffer of its all-gather
-    kept = plan_memory(sharded(setup, 2, sharding_strategy="SHARD_GRAD_OP")).unsharded_unit
+    assert plan_state(sharded(setup, 2)).unsharded_unit == 4 * (root + 2 * head)  # with the buffer of its all-gather
+    kept = plan_state(sharded(setup, 2, sharding_strategy="SHARD_GRAD_OP")).unsharded_unit
     assert kept == 4 * (6 * block + 3 * head + root)
 
 
@@ -593,7 +598,7 @@ def test_a_frozen_model_has_weights_and_at_the_loss_logits(precision):
         model.lm_head.loss(x, labels, compiled=loss).backward()
     assert live.peak + hidden.nbytes == pytest.approx(planned.logits, rel=0.12)
     assert planned.total - alone.total == pytest.approx(planned.frozen_model + planned.logits - alone.logits)
-    two = plan_memory(sharded(with_frozen, 2))
+    two = plan_state(sharded(with_frozen, 2))
     assert two.frozen_model == planned.frozen_model / 2
     large = replace(with_frozen, frozen=replace(frozen, intermediate_size=200_000))
     assert plan_memory(large).total > plan_memory(large).frozen_model + 2 * 512 * 3 * 200_000 * setup.compute_bytes
@@ -623,7 +628,7 @@ def test_a_padded_copy_of_the_head_is_planned(monkeypatch):
 def test_adapters_are_sharded_with_their_block():
     setup = setup_of("llama", "32-true", LORAS["lora all"])
     one, two, ddp = (
-        plan_memory(replace(planned, accumulation=2))
+        plan_state(replace(planned, accumulation=2))
         for planned in (setup, sharded(setup, 2), replace(setup, strategy=replace(SINGLE, kind="ddp")))
     )
     assert two.adapters == one.adapters / 2 and two.gradients == one.gradients == one.adapters
@@ -635,18 +640,18 @@ def test_adapters_are_sharded_with_their_block():
 def test_accumulated_gradients_are_unsharded_or_shards():
     setup = sharded(setup_of("gpt_neox", "32-true"), 2)
     unsharded = 4 * count_parameters(build_on_meta(setup)).total
-    assert plan_memory(setup).gradients == unsharded / 2
-    assert plan_memory(replace(setup, accumulation=2)).gradients == unsharded
+    assert plan_state(setup).gradients == unsharded / 2
+    assert plan_state(replace(setup, accumulation=2)).gradients == unsharded
     shards = plan_memory(replace(sharded(setup, 2, accumulate="sharded"), accumulation=2))
     assert shards.gradients == unsharded / 2
-    assert shards.unsharded_unit == plan_memory(setup).unsharded_unit  # with the root's gradient
+    assert shards.unsharded_unit == plan_state(setup).unsharded_unit  # with the root's gradient
     assert shards.total >= sum(shards.parts().values())  # the shards wait during the activations
 
 
 def test_a_step_in_the_backward_pass_has_one_gradient_at_a_time():
     setup = setup_of("llama", "32-true", in_backward=True)
     largest = max(p.numel() for p in build_on_meta(setup).parameters())
-    assert plan_memory(setup).gradients == 4 * largest
+    assert plan_state(setup).gradients == 4 * largest
 
 
 def test_offloaded_shards_are_in_cpu_memory():
@@ -664,9 +669,9 @@ def test_offloaded_shards_are_in_cpu_memory():
 
 def test_hybrid_shards_within_a_node():
     setup = setup_of("gpt_neox", "32-true")
-    assert plan_memory(sharded(setup, 2, nodes=4)).weights == plan_memory(sharded(setup, 2)).weights
+    assert plan_state(sharded(setup, 2, nodes=4)).weights == plan_state(sharded(setup, 2)).weights
     full = sharded(setup, 2, nodes=4, sharding_strategy="FULL_SHARD")
-    assert plan_memory(full).weights == plan_memory(setup).weights / 8
+    assert plan_state(full).weights == plan_state(setup).weights / 8
 
 
 def test_pipeline_counts_the_rank_with_most_memory():
