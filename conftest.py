@@ -12,7 +12,15 @@ from pathlib import Path
 
 import pytest
 from helpers.corpus import WORDS
-from helpers.surroundings import Folders, freeze_objects, replace_environment, set_cpu, set_environment, short_outputs
+from helpers.surroundings import (
+    Folders,
+    SlowCollections,
+    freeze_objects,
+    replace_environment,
+    set_cpu,
+    set_environment,
+    short_outputs,
+)
 
 set_environment()  # before torch and others are imported, which read it
 
@@ -20,6 +28,8 @@ for _number in (signal.SIGINT, signal.SIGHUP):  # ignored in the background of a
     if signal.getsignal(_number) is signal.SIG_IGN:  # that tests start would inherit it
         signal.signal(_number, signal.default_int_handler)
 
+
+_collections = SlowCollections()
 
 # Workers take one file after another: expensive ones first, so that cheap ones fill the end of the run.
 FIRST = [
@@ -79,6 +89,7 @@ def _module_folder(_folders):
 
 @pytest.fixture(autouse=True)
 def _own_folder(_module_folder, _folders):
+    _collections.freeze()
     environment = dict(os.environ)
     with _folders.inside():
         yield

@@ -9,6 +9,7 @@ import locale
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,6 +29,7 @@ TORCH = {  # one thread per process: bit-equality, and two cores
     "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
 }  # fmt: skip
 N_CPUS = 2
+SLOW_COLLECTION_S = 0.01
 MAX_TMPDIR = 60  # characters; the path of a process's socket has 32 more, and may have 103
 
 
@@ -90,6 +92,25 @@ def freeze_objects() -> None:
     if gc.get_freeze_count is get_freeze_count:
         n_frozen = get_freeze_count()
         gc.get_freeze_count = lambda: n_frozen
+
+
+class SlowCollections:
+    """Freezes objects again when full collections have become slow: a file's first run creates many that last."""
+
+    def __init__(self) -> None:
+        self._is_slow, self._started_at = False, 0.0
+        gc.callbacks.append(self)
+
+    def __call__(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self._started_at = time.process_time()
+        elif info["generation"] == 2 and time.process_time() - self._started_at > SLOW_COLLECTION_S:
+            self._is_slow = True
+
+    def freeze(self) -> None:
+        if self._is_slow:
+            freeze_objects()
+            self._is_slow = False
 
 
 @contextmanager
