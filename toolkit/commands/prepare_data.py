@@ -8,7 +8,7 @@ from toolkit.config import AUTO, Auto, none_if_auto
 from toolkit.data import DataModule, HuggingFaceText, PythonStdlib
 from toolkit.data.base import choose_seq_length
 from toolkit.data.tokenizer import Tokenizer
-from toolkit.errors import UserError
+from toolkit.errors import UserError, require_option
 
 
 def setup(
@@ -32,12 +32,9 @@ def setup(
     """
     part_of_total = _parse_part(part)
     is_streamed = isinstance(data, HuggingFaceText)
-    for flag, value, is_default in (("workers", workers, workers == 1), ("part", part, part_of_total == (1, 1))):
-        if not is_default and not is_streamed:
-            raise UserError(
-                f"--{flag} {value}: has no effect without --data HuggingFaceText, because one process tokenizes other "
-                "data on all cores; remove it"
-            )
+    hint = "has no effect without --data HuggingFaceText: one process tokenizes other data on all cores; remove it"
+    require_option(is_streamed or workers == 1, "workers", workers, hint)
+    require_option(is_streamed or part_of_total == (1, 1), "part", part, hint)
     if isinstance(data, HuggingFaceText) and data.max_cache_gb is not None:
         budget = f"--data.max_cache_gb {data.max_cache_gb:g}"
         raise UserError(f"{budget}: is not supported by prepare_data, which keeps all tokens; remove it")

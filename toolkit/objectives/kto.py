@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from toolkit.errors import require_option
+from toolkit.config.checks import require_positive
 from toolkit.models.labels import TOKENS
 from toolkit.objectives.base import LOSS, Objective, Part
 from toolkit.objectives.preference import balancing_parts, initial_log_probs, label_log_probs
@@ -51,9 +51,7 @@ class KTO(Objective):
     _kl = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("beta", "desirable_weight", "undesirable_weight"):
-            value = getattr(self, name)
-            require_option(value > 0, f"objective.{name}", value, "must be greater than zero")
+        require_positive("objective", self, "beta", "desirable_weight", "undesirable_weight")
 
     @property
     def frozen_option(self) -> str:  # type: ignore[override]

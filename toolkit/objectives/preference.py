@@ -20,6 +20,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, get_args
 
+from toolkit.config.checks import require_not_negative, require_positive
 from toolkit.errors import require_option
 from toolkit.models.labels import IGNORE_INDEX, TOKENS
 from toolkit.objectives.base import LOSS, Objective, Part
@@ -175,10 +176,10 @@ class DPO(LikelihoodObjective):
     logged = (*LikelihoodObjective.logged, "sft_loss")
 
     def __post_init__(self) -> None:
-        require_option(self.beta > 0, "objective.beta", self.beta, "must be greater than zero")
+        require_positive("objective", self, "beta")
         hint = f"must be one of {', '.join(get_args(LossType))}"
         require_option(self.loss_type in get_args(LossType), "objective.loss_type", self.loss_type, hint)
-        require_option(self.sft_weight >= 0, "objective.sft_weight", self.sft_weight, "must not be negative")
+        require_not_negative("objective", self, "sft_weight")
         _require_smoothing(self.label_smoothing)
         hint = f"has no effect with --objective.loss_type {self.loss_type}; remove it"
         is_used = not self.label_smoothing or self.loss_type.startswith("sigmoid")
@@ -233,7 +234,7 @@ class ORPO(LikelihoodObjective):
     logged = (*LikelihoodObjective.logged, "sft_loss", "odds_loss")
 
     def __post_init__(self) -> None:
-        require_option(self.beta > 0, "objective.beta", self.beta, "must be greater than zero")
+        require_positive("objective", self, "beta")
 
     def of_pairs(self, chosen: "Answers", rejected: "Answers") -> "dict[str, Tensor]":
         from torch.nn.functional import logsigmoid
@@ -263,8 +264,8 @@ class SimPO(LikelihoodObjective):
     label_smoothing: float = 0.0
 
     def __post_init__(self) -> None:
-        require_option(self.beta > 0, "objective.beta", self.beta, "must be greater than zero")
-        require_option(self.gamma >= 0, "objective.gamma", self.gamma, "must not be negative")
+        require_positive("objective", self, "beta")
+        require_not_negative("objective", self, "gamma")
         _require_smoothing(self.label_smoothing)
 
     def of_pairs(self, chosen: "Answers", rejected: "Answers") -> "dict[str, Tensor]":

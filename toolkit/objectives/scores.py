@@ -48,7 +48,8 @@ class Classification(Objective):
 
         from toolkit.objectives.inputs import original_module
 
-        problem_type = _config(original_module(model)).problem_type
+        module: Any = original_module(model)
+        problem_type = module.config.problem_type
         scores, _, sums = read_scores(model, batch, device)
         n_targets = scores.size(1) if problem_type == "multi_label_classification" else 1
         targets = batch.values["targets"].to(device) if len(scores) else scores.new_zeros(0, n_targets + 1)
@@ -64,18 +65,18 @@ class Classification(Objective):
                 losses = F.cross_entropy(scores, targets[:, 0].long(), reduction="none")
         return {LOSS: (losses * weights[:, 0]).sum()} | sums
 
-    def metric_names(self, module: "nn.Module") -> tuple[str, ...]:
-        return ("spearman",) if _config(module).problem_type == "regression" else ("accuracy", "f1")
+    def metric_names(self, module: Any) -> tuple[str, ...]:
+        return ("spearman",) if module.config.problem_type == "regression" else ("accuracy", "f1")
 
-    def metrics(self, module: "nn.Module") -> dict[str, float]:
+    def metrics(self, module: Any) -> dict[str, float]:
         import numpy as np
 
         from toolkit.distributed import ranks
         from toolkit.objectives.scoring import prediction_metrics
 
         outputs = np.concatenate([part for of_rank in ranks.all_gather_object(self.outputs) for part in of_rank])
-        scores, targets = np.split(outputs, [_config(module).n_labels], axis=1)
-        return prediction_metrics(scores, targets, _config(module).problem_type)
+        scores, targets = np.split(outputs, [module.config.n_labels], axis=1)
+        return prediction_metrics(scores, targets, module.config.problem_type)
 
 
 @dataclass
@@ -128,7 +129,3 @@ def mean_scores(scores: "Tensor", rows: "Tensor") -> "Tensor":
     """Return the mean of the first score over the labels of each row that has labels."""
     _, index, counts = rows.unique_consecutive(return_inverse=True, return_counts=True)
     return scores.new_zeros(len(counts)).index_add(0, index, scores[:, 0]) / counts
-
-
-def _config(module: "nn.Module") -> Any:
-    return module.config
