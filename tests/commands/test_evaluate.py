@@ -197,7 +197,7 @@ def test_tasks_that_cannot_run(error, message, monkeypatch):
         raise error
 
     monkeypatch.setattr("lm_eval.evaluator.simple_evaluate", fail)
-    options = {"num_fewshot": None, "limit": None, "apply_chat_template": False, "notice": print}
+    options = {"num_fewshot": None, "limit": None, "apply_chat_template": False}
     with pytest.raises(UserError) as info:
         run_tasks(SimpleNamespace(max_length=64), ["a", "b"], None, **options)
     assert str(info.value) == f"--tasks a,b: {message}"

@@ -16,8 +16,7 @@ from toolkit.checkpoints.adapters import has_adapters_only
 from toolkit.checkpoints.find import is_hf_folder
 from toolkit.checkpoints.folder import read_model_config, require_language_model
 from toolkit.checkpoints.hf.export_hf import export_hf, require_transformers
-from toolkit.data.base import Report
-from toolkit.errors import UserError, did_you_mean, one_line
+from toolkit.errors import UserError, did_you_mean, notice, one_line
 from toolkit.inference.text import require_embedded
 from toolkit.io.tempfiles import sweep, temporary_prefix
 from toolkit.models.quantize import Quantize
@@ -65,7 +64,6 @@ def open_hf_folder(
     tasks: str,
     base_checkpoint_dir: str | None,
     quantize: Quantize | None,
-    notice: Report,
 ) -> Iterator[tuple[Path, int | None]]:
     """Yield a folder for transformers, and the model's context length if known.
 
@@ -77,7 +75,6 @@ def open_hf_folder(
         tasks: The value of ``--tasks``, for messages.
         base_checkpoint_dir: Base model of the adapters; by default the path recorded in training.
         quantize: 4-bit format that the user asked for.
-        notice: Called with one line for the user.
     """
     if is_hf_folder(folder):
         yield folder.resolve(), None
@@ -152,7 +149,6 @@ def run_tasks(
     num_fewshot: int | None,
     limit: float | None,
     apply_chat_template: bool,
-    notice: Report,
 ) -> dict[str, dict[str, Any]]:
     """Return metrics with standard errors, num_fewshot and the number of samples, by task or task group.
 
@@ -163,7 +159,6 @@ def run_tasks(
         num_fewshot: Number of few-shot examples; None for the task's default. Ignored by tasks whose default is 0.
         limit: Maximum number of questions per task, or a fraction if below 1; None for all.
         apply_chat_template: Whether to use the model's chat template, with the examples as previous turns.
-        notice: Called with one line for the user.
     """
     import datasets
     from lm_eval import evaluator

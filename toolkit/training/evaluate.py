@@ -239,7 +239,6 @@ def evaluate_tasks(checkpoint: EvaluatedModel) -> dict[str, Any]:
     device, precision = checkpoint.fabric.device, checkpoint.precision
     with open_hf_folder(
         checkpoint.folder, tasks=tasks, base_checkpoint_dir=options.base_checkpoint_dir, quantize=options.quantize,
-        notice=notice,
     ) as (folder, max_length):  # fmt: skip
         lm = load_lm(
             folder, tasks=tasks, tokenizer_dir=options.tokenizer_dir, tokenizer_name=checkpoint.tokenizer.name,
@@ -247,7 +246,7 @@ def evaluate_tasks(checkpoint: EvaluatedModel) -> dict[str, Any]:
         )  # fmt: skip
         results = run_tasks(
             lm, names, manager, num_fewshot=none_if_auto(options.num_fewshot), limit=options.limit,
-            apply_chat_template=template is not None, notice=notice,
+            apply_chat_template=template is not None,
         )  # fmt: skip
     settings = {
         "checkpoint_dir": str(checkpoint.folder),
