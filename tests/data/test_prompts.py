@@ -78,8 +78,10 @@ def test_choices_are_answers_without_their_end(write, chat, tokenizer):
     row = {"prompt": "is it", "completion": "no", "choices": ["yes, certainly", "no"]}
     for each in (chat, tokenizer):
         (prompt,) = prompts_of(write([row]), prompt_template(each), with_choices=True)
-        for (ids, start), text in zip(prompt.choices, row["choices"], strict=True):
+        for (ids, loss_mask), text in zip(prompt.choices, row["choices"], strict=True):
+            start = len(prompt.ids)
             assert ids[:start] == prompt.ids and each.decode(ids[start:]) == text
+            assert loss_mask == [False] * start + [True] * (len(ids) - start)
 
 
 def test_mistakes_in_rows_are_one_line(write, chat):

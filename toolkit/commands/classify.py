@@ -14,7 +14,6 @@ from toolkit.data.sft.labels import MULTI, SINGLE, Labeling
 from toolkit.data.sft.readers import KINDS, RowFile, describe_row, find_splits
 from toolkit.data.sft.schemas import to_record
 from toolkit.errors import UserError, require_option
-from toolkit.models.labels import IGNORE_INDEX
 
 
 def setup(
@@ -113,17 +112,13 @@ def predict(model: Any, encodings: list[Any]) -> list[list[Any]]:
     """
     import torch
 
-    from toolkit.data.batch import NO_ROUNDING, collate
+    from toolkit.data.batch import batch_texts
     from toolkit.objectives.scores import read_scores
 
-    batch_rows: list[Any] = []
-    for tokens, mask in (map(torch.tensor, encoding) for encoding in encodings):
-        batch_rows.append({"input_ids": tokens[:-1], "labels": torch.where(mask, tokens, IGNORE_INDEX)[1:]})
-    batch = collate(batch_rows, [*range(len(batch_rows))], [], 0, NO_ROUNDING)
     with torch.no_grad():
-        scores, row_of_score, _ = read_scores(model, batch, next(model.parameters()).device)
+        scores, row_of_score, _ = read_scores(model, batch_texts(encodings), next(model.parameters()).device)
     if model.config.head == "token_reward":
-        by_row = scores[:, 0].split(row_of_score.bincount(minlength=len(batch_rows)).tolist())
+        by_row = scores[:, 0].split(row_of_score.bincount(minlength=len(encodings)).tolist())
         return [[rewards.mean().item(), rewards.tolist()] for rewards in by_row]
     labels = model.config.labels
     match model.config.problem_type:

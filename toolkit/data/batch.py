@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -142,6 +142,17 @@ class Batch:
         bounds = self.bounds and self.bounds._replace(cu_seqlens=function(self.bounds.cu_seqlens))
         input_ids, labels = function(self.input_ids), function(self.labels)
         return replace(self, input_ids=input_ids, labels=labels, packed=packed, bounds=bounds, values=values)
+
+
+def batch_texts(texts: Sequence[tuple[list[int], list[bool]]], padding: Padding = NO_ROUNDING) -> Batch:
+    """Return a batch of texts, each token ids with a loss mask."""
+    rows: list[Row | None] = []
+    for ids, loss_mask in texts:
+        tokens = torch.tensor(ids)
+        labels = tokens.masked_fill(~torch.tensor(loss_mask), IGNORE_INDEX)
+        rows.append({"input_ids": tokens[:-1], "labels": labels[1:]})
+    numbers = list(range(len(rows)))
+    return collate(rows, numbers, numbers, 0, padding)
 
 
 def collate(rows: list[Row | None], ids: list[int], keys: list[int], longest: int, padding: Padding) -> Batch:

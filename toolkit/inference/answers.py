@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from toolkit.data.batch import NO_ROUNDING, Padding, collate
+from toolkit.data.batch import NO_ROUNDING, Padding, batch_texts
+from toolkit.data.chat.template import Encoding
 from toolkit.distributed import ranks
 from toolkit.inference.generate import generate_batch
 from toolkit.inference.sampling import GREEDY
-from toolkit.models.labels import IGNORE_INDEX
 
 BATCH_SIZE = 16
 """Prompts, or answers, per forward pass. The same on any number of ranks, so that rounding is the same."""
@@ -51,15 +51,20 @@ class Answerer(NamedTuple):
         size = BATCH_SIZE if self.model.is_row_independent else 1
         return self._map([torch.tensor(ids) for ids in prompts], size, answer)
 
-    def log_probs(self, answers: Sequence[tuple[list[int], int]]) -> list[float]:
+    @torch.no_grad()
+    def log_probs(self, answers: Sequence[Encoding]) -> list[float]:
         """Return the log-probability of each answer in nats. Collective.
 
         Args:
-            answers: Token ids of a prompt with its answer, and the length of the prompt.
+            answers: Prompts with their answers, whose tokens have loss.
         """
-        return self._map(
-            answers, BATCH_SIZE, lambda batch, _: answer_log_probs(self.model, batch, self.device, self.padding)
-        )
+
+        def compute(batch: Sequence[Encoding], of_all_ranks: Sequence[Encoding]) -> list[float]:
+            inputs = batch_texts(batch, self.padding).inputs(self.device)
+            log_probs, _ = self.model(**inputs, log_probs=True)
+            return log_probs.sum(1).tolist()
+
+        return self._map(answers, BATCH_SIZE, compute)
 
     def _map(self, items: Sequence[T], size: int, compute: Callable[[Sequence[T], Sequence[T]], list[U]]) -> list[U]:
         """Return the results for all items in order, on every rank.
@@ -72,24 +77,9 @@ class Answerer(NamedTuple):
         rank, n, results = ranks.global_rank(), ranks.world_size(), []
         for turn in _split(parts, n):
             if rank < len(turn) or self.is_sharded:  # a rank without a batch takes part in the forward passes
-                part = turn[rank] if rank < len(turn) else turn[0]
-                results.append(compute(part, [item for one in turn for item in one]))
+                results.append(compute(turn[rank % len(turn)], [item for one in turn for item in one]))
         everywhere = ranks.all_gather_object(results)
         return [result for i in range(len(parts)) for result in everywhere[i % n][i // n]]
-
-
-@torch.no_grad()
-def answer_log_probs(
-    model: nn.Module, answers: Sequence[tuple[list[int], int]], device: torch.device, padding: Padding = NO_ROUNDING
-) -> list[float]:
-    """Return the log-probabilities of a batch, see :meth:`Answerer.log_probs`."""
-    rows: list[Any] = []
-    for tokens, start in answers:
-        ids = torch.tensor(tokens)
-        rows.append({"input_ids": ids[:-1], "labels": ids[1:].index_fill(0, torch.arange(start - 1), IGNORE_INDEX)})
-    numbers = list(range(len(rows)))
-    log_probs, _ = model(**collate(rows, numbers, numbers, 0, padding).inputs(device), log_probs=True)
-    return log_probs.sum(1).tolist()
 
 
 def _split(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from toolkit.data.base import Values
-from toolkit.data.chat.template import ChatTemplate
+from toolkit.data.chat.template import ChatTemplate, Encoding
 from toolkit.data.sft.datasets import InstructionData
 from toolkit.data.sft.messages import Conversation
 from toolkit.data.sft.prepare import PackedDataset
@@ -26,15 +26,15 @@ class Prompt(NamedTuple):
         row: The row of the data.
         reference: The answer in the data; None without one.
         ids: Token ids that the answer follows.
-        choices: For each of the row's ``choices``, the prompt with the choice, without the end of the turn, and the
-            length of the prompt.
+        choices: For each of the row's ``choices``, the prompt with the choice, whose tokens have loss, without the end
+            of the turn.
     """
 
     where: str
     row: Values
     reference: str | None
     ids: list[int]
-    choices: list[tuple[list[int], int]]
+    choices: list[Encoding]
 
 
 def prompt_template(tokenizer: Tokenizer) -> ChatTemplate:
@@ -85,7 +85,7 @@ def _make_prompt(row: Any, where: str, columns: Columns, template: ChatTemplate,
         raise UserError(f"{where}: is plain text without a prompt; give --eval.metric_data FILE with prompts")
     *messages, last = record.messages
     answer = {name: value for name, value in last.items() if name != "weight"}
-    ids, start = _encode(template, [*messages, answer], record)
+    ids, loss_mask = _encode(template, [*messages, answer], record)
     choices = []
     if with_choices:
         texts = row.get("choices")
@@ -93,10 +93,10 @@ def _make_prompt(row: Any, where: str, columns: Columns, template: ChatTemplate,
         if not is_valid or reference is None or reference.strip() not in map(str.strip, texts):
             raise UserError(f"{where}: needs choices, a list of texts, one of which is the row's answer")
         for text in texts:
-            ended, first = _encode(template, [*messages, {"role": "assistant", "content": text}], record)
-            end = next((i for i in range(first, len(ended)) if ended[i] in template.stop_ids), len(ended))
-            choices.append((ended[:end], first))
-    return Prompt(where, row, reference, ids[:start], choices)
+            ended, mask = _encode(template, [*messages, {"role": "assistant", "content": text}], record)
+            end = next((i for i in range(mask.index(True), len(ended)) if ended[i] in template.stop_ids), len(ended))
+            choices.append(Encoding(ended[:end], mask[:end]))
+    return Prompt(where, row, reference, ids[: loss_mask.index(True)], choices)
 
 
 def _read_record(row: Any, where: str, columns: Columns) -> tuple[Record, str | None]:
@@ -114,10 +114,8 @@ def _read_record(row: Any, where: str, columns: Columns) -> tuple[Record, str | 
     return record, None if record.messages is None else record.messages[-1]["content"]
 
 
-def _encode(template: ChatTemplate, messages: Conversation, record: Record) -> tuple[list[int], int]:
-    """Return the tokens of a conversation, and where its last answer begins."""
+def _encode(template: ChatTemplate, messages: Conversation, record: Record) -> Encoding:
     try:
-        ids, loss_mask = template.encode(messages, "last_answer", record.tools)
+        return template.encode(messages, "last_answer", record.tools)
     except UserError as error:
         raise UserError(f"{record.where}: {error}") from error
-    return ids, loss_mask.index(True)
