@@ -11,7 +11,7 @@ from torch import Tensor
 from toolkit.data.batch import NO_ROUNDING, Padding, batch_texts
 from toolkit.data.chat.template import Encoding
 from toolkit.distributed import ranks
-from toolkit.inference.generate import generate_batch
+from toolkit.inference.generate import complete
 from toolkit.inference.sampling import GREEDY
 
 BATCH_SIZE = 16
@@ -38,15 +38,13 @@ class Answerer(NamedTuple):
     padding: Padding = NO_ROUNDING
 
     def generate(self, prompts: Sequence[list[int]], **options: Any) -> list[list[int]]:
-        """Return the tokens that follow each prompt. ``options``: of :func:`generate_batch`. Collective."""
+        """Return the tokens that follow each prompt. ``options``: of :func:`complete`. Collective."""
 
         def answer(batch: Sequence[Tensor], of_all_ranks: Sequence[Tensor]) -> list[list[int]]:
             lockstep = of_all_ranks if self.is_divided and self.is_sharded else ()
             is_alone = self.is_divided and not self.is_sharded
             more: dict[str, Any] = {"lockstep": lockstep, "is_alone": is_alone, "notice": lambda line: None}
-            columns = list(zip(*generate_batch(self.model, batch, sampling=GREEDY, **more, **options), strict=True))
-            # without columns, all answers are empty
-            return [[token for token in column if token is not None] for column in columns or [()] * len(batch)]
+            return complete(self.model, batch, sampling=GREEDY, **more, **options)
 
         size = BATCH_SIZE if self.model.is_row_independent else 1
         return self._map([torch.tensor(ids) for ids in prompts], size, answer)

@@ -13,7 +13,7 @@ import torch
 from toolkit.data.base import Report
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
-from toolkit.inference.generate import generate_batch
+from toolkit.inference.generate import complete
 from toolkit.inference.sampling import Sampling
 from toolkit.inference.text import TextStream, encode_prompt, stop_tokens
 from toolkit.models.gpt import GPT
@@ -66,13 +66,11 @@ def continue_texts(
     for batch in (rows[i : i + size] for i in range(0, len(rows), size)):
         tensors = [torch.tensor(encoded[i], dtype=torch.long) for i, _ in batch]
         shown = [names[i] if len(prompts) > 1 else "" for i, _ in batch]
-        steps = generate_batch(
+        answers = complete(
             model, tensors, max_new_tokens=max_new_tokens, sampling=sampling, eos_ids=eos_ids,
             seeds=[seed for _, seed in batch], names=shown, notice=notice,
         )  # fmt: skip
-        columns = list(zip(*steps, strict=True)) or [()] * len(batch)  # all answers may be empty
-        for (i, seed), column in zip(batch, columns, strict=True):
-            tokens = [token for token in column if token is not None]
+        for (i, seed), tokens in zip(batch, answers, strict=True):
             text = "".join(TextStream(tokenizer, encoded[i]).read(tokens))
             yield Continuation(i, text, seed, len(tokens))
 

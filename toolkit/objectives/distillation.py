@@ -1,9 +1,9 @@
 """Distillation: train a student to predict as its teacher does, a larger model with the same vocabulary."""
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from toolkit.config.checks import require_positive
 from toolkit.errors import require_option
 from toolkit.objectives.base import LOSS, Objective, Part
 
@@ -42,8 +42,7 @@ class Distillation(Objective):
     frozen_option = "teacher_dir"
 
     def __post_init__(self) -> None:
-        is_positive = 0 < self.temperature < math.inf
-        require_option(is_positive, "objective.temperature", self.temperature, "must be greater than zero")
+        require_positive("objective", self, "temperature")
         is_share = 0 <= self.label_weight < 1
         require_option(is_share, "objective.label_weight", self.label_weight, "must be at least 0 and less than 1")
         require_option(0 < self.beta < 1, "objective.beta", self.beta, "must be between 0 and 1")

@@ -98,5 +98,4 @@ class Classification(DataModule):
         """See :meth:`DataModule.prepare`. ``labels``: The model's; None takes the data's."""
         if kind != "labeled":
             raise UserError("--data Classification: needs --head classification")
-        options = {"kind": kind, "labeling": self.labeling(labels)}
-        return prepare_rows(self, tokenizer, max_seq_length, report, **options)
+        return prepare_rows(self, tokenizer, max_seq_length, report, kind=kind, labeling=self.labeling(labels))

@@ -141,7 +141,7 @@ def prepare_rows(
         max_seq_length=max_seq_length,
         val_fraction=held_out_fraction(fraction, splits.val),
         cache_dir=data.cache_dir,
-        **{"columns": None, "train_on": "all"} | options,
+        **options,
     )
     return prepare_sft(config, report)
 

@@ -18,7 +18,7 @@ from toolkit.data.sft.messages import (
     require_string,
     require_unicode,
 )
-from toolkit.data.sft.schemas import CONVERSATION, Record
+from toolkit.data.sft.schemas import CONVERSATION, Record, as_number
 from toolkit.errors import UserError, join_first
 from toolkit.models.config_checks import ProblemType
 
@@ -152,17 +152,11 @@ def _infer_problem(records: Sequence[Record]) -> str:
         return MULTI
     # a number of JSON that is written with a fraction is a float, also 4.0
     has_fraction = any({*".eE"} & {*str(record.label)} for record in records)
-    return REGRESSION if has_fraction and all(_as_number(r.label) is not None for r in records) else SINGLE
-
-
-def _as_number(value: Any) -> float | None:
-    with suppress(ValueError, TypeError):
-        return None if isinstance(value, bool) else float(value)
-    return None
+    return REGRESSION if has_fraction and all(as_number(r.label) is not None for r in records) else SINGLE
 
 
 def _to_number(record: Record) -> float:
-    number = _as_number(record.label)
+    number = as_number(record.label)
     if number is None:
         raise UserError(f"{record.where}: label {record.label!r:.40}: must be a number ({_PROBLEM} {REGRESSION})")
     return number

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,13 +140,17 @@ def to_completions(row: Any, where: str, columns: Columns, rated: bool) -> list[
 def read_margin(row: Values, where: str, columns: Columns) -> float:
     """Return how much better the chosen completion of a pair is, for a reward model; 0 without the column."""
     value = row.get((columns or {}).get("margin", "margin"), 0)
-    try:
-        margin = float(value)
-    except (TypeError, ValueError):
-        margin = math.nan
-    if not math.isfinite(margin):
+    if (margin := as_number(value)) is None:
         raise UserError(f"{where}: margin {value!r:.40}: must be a number")
     return margin
+
+
+def as_number(value: Any) -> float | None:
+    """Return a finite number, also from text, or None."""
+    with suppress(ValueError, TypeError):
+        if not isinstance(value, bool) and math.isfinite(number := float(value)):
+            return number
+    return None
 
 
 def unread_columns(row: Values, columns: Columns, parse: Callable[[Any], Any]) -> set[str]:

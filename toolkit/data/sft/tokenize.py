@@ -53,14 +53,14 @@ class SFTConfig:
     tokenizer: Tokenizer
     template: ChatTemplate | None
     no_template: UserError | None
-    columns: Columns
     skip_empty: bool
-    train_on: TrainOn
     on_long: OnLong
     packing: Packing
     max_seq_length: int
     val_fraction: float
     cache_dir: str | None
+    columns: Columns = None
+    train_on: TrainOn = "all"
     labeling: Labeling | None = None
 
     @property
