@@ -36,8 +36,8 @@ def setup(
     require_option(is_streamed or workers == 1, "workers", workers, hint)
     require_option(is_streamed or part_of_total == (1, 1), "part", part, hint)
     if isinstance(data, HuggingFaceText) and data.max_cache_gb is not None:
-        budget = f"--data.max_cache_gb {data.max_cache_gb:g}"
-        raise UserError(f"{budget}: is not supported by prepare_data, which keeps all tokens; remove it")
+        hint = "is not supported by prepare_data, which keeps all tokens; remove it"
+        raise UserError(f"--data.max_cache_gb {data.max_cache_gb:g}: {hint}")
     if out_dir is not None:
         from toolkit.data.tokens.publish import publish_tokens, require_free
 

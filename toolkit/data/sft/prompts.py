@@ -8,14 +8,15 @@ from typing import Any, NamedTuple
 from toolkit.data.base import Values
 from toolkit.data.chat.template import ChatTemplate, Encoding
 from toolkit.data.sft.datasets import InstructionData
-from toolkit.data.sft.messages import Conversation
+from toolkit.data.sft.messages import Conversation, Message
 from toolkit.data.sft.prepare import PackedDataset
 from toolkit.data.sft.readers import KINDS, describe_row, find_splits
 from toolkit.data.sft.schemas import ANSWER, CONVERSATION, PAIR, Columns, Record, to_completions, to_record
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
 
-_PLACEHOLDER = "answer"  # of rows without an answer; the prompt ends before it
+# The answer of rows without one; the prompt ends before it.
+_PLACEHOLDER: Message = {"role": "assistant", "content": "answer"}
 
 
 class Prompt(NamedTuple):
@@ -80,12 +81,14 @@ def _held_out_rows(data: Any, val: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _make_prompt(row: Any, where: str, columns: Columns, template: ChatTemplate, with_choices: bool) -> Prompt:
-    record, reference = _read_record(row, where, columns)
+    record, has_answer = _read_record(row, where, columns)
     if record.messages is None:
         raise UserError(f"{where}: is plain text without a prompt; give --eval.metric_data FILE with prompts")
     *messages, last = record.messages
-    answer = {name: value for name, value in last.items() if name != "weight"}
-    ids, loss_mask = _encode(template, [*messages, answer], record)
+    if last["role"] != "assistant":
+        messages, last, has_answer = [*record.messages], _PLACEHOLDER, False
+    reference = last["content"] if has_answer else None
+    ids, loss_mask = _encode(template, [*messages, {**last, "weight": 1}], record)
     choices = []
     if with_choices:
         texts = row.get("choices")
@@ -93,25 +96,18 @@ def _make_prompt(row: Any, where: str, columns: Columns, template: ChatTemplate,
         if not is_valid or reference is None or reference.strip() not in map(str.strip, texts):
             raise UserError(f"{where}: needs choices, a list of texts, one of which is the row's answer")
         for text in texts:
-            ended, mask = _encode(template, [*messages, {"role": "assistant", "content": text}], record)
+            ended, mask = _encode(template, [*messages, _PLACEHOLDER | {"content": text}], record)
             end = next((i for i in range(mask.index(True), len(ended)) if ended[i] in template.stop_ids), len(ended))
             choices.append(Encoding(ended[:end], mask[:end]))
     return Prompt(where, row, reference, ids[: loss_mask.index(True)], choices)
 
 
-def _read_record(row: Any, where: str, columns: Columns) -> tuple[Record, str | None]:
-    """Return a row with an answer, which is a placeholder if the row has none, and its reference."""
+def _read_record(row: Any, where: str, columns: Columns) -> tuple[Record, bool]:
+    """Return a row, with a placeholder if it has only a question, and whether it has an answer."""
     if isinstance(row, dict) and {*PAIR} <= row.keys() and not columns:
-        record = to_completions(row, where, columns, rated=True)[0]
-    else:
-        has_answer = not isinstance(row, dict) or {*CONVERSATION, *ANSWER, "text", *(columns or {}).values()} & {*row}
-        record = to_record(row if has_answer else row | {"completion": _PLACEHOLDER}, where, columns)
-        if not has_answer:
-            return record, None
-    if record.messages is not None and record.messages[-1]["role"] != "assistant":
-        messages = (*record.messages, {"role": "assistant", "content": _PLACEHOLDER})
-        return Record(messages, None, where, record.tools), None
-    return record, None if record.messages is None else record.messages[-1]["content"]
+        return to_completions(row, where, columns, rated=True)[0], True
+    has_answer = not isinstance(row, dict) or bool({*CONVERSATION, *ANSWER, "text", *(columns or {}).values()} & {*row})
+    return to_record(row if has_answer else row | {"completion": [_PLACEHOLDER]}, where, columns), has_answer
 
 
 def _encode(template: ChatTemplate, messages: Conversation, record: Record) -> Encoding:

@@ -227,8 +227,8 @@ def _tokenize(config: SFTConfig, records: list[Record], source: int, number: int
         pieces = list(_fit_to_row(encodings[0], limit, split=config.on_long == "split"))
         trained = list(filter(_is_trained, pieces))
     if config.is_scored:
-        mark = partial(mark_scored, pad=config.tokenizer.pad_id, every_token=config.kind == "compared_tokens")
-        trained = list(map(mark, trained))
+        pad, every_token = config.tokenizer.pad_id, config.kind == "compared_tokens"
+        trained = [mark_scored(piece, pad, every_token) for piece in trained]
     counts.trained_tokens += sum(sum(piece.loss_mask[1:]) for piece in trained)
     counts.untrained += not trained
     if is_long and (trained or is_preference):
