@@ -246,7 +246,7 @@ def run_on_rank0(function: Callable[[], T], on_heartbeat: Callable[[list[int]], 
     With ``on_heartbeat`` it may take longer than the timeout, see :func:`run_with_heartbeat`.
 
     Raises:
-        PeerLostError: on the other ranks, if rank 0 failed.
+        PeerLostError: on the other ranks, if rank 0 failed with another error than a UserError.
     """
 
     def attempt() -> tuple[T | None, Exception | None]:
@@ -256,24 +256,13 @@ def run_on_rank0(function: Callable[[], T], on_heartbeat: Callable[[list[int]], 
             return None, caught
 
     value, error = attempt() if on_heartbeat is None else run_with_heartbeat(attempt, on_heartbeat)
-    if all_reduce_sum(failed=int(error is not None))["failed"]:
-        raise error if error is not None else PeerLostError("rank 0 has ended")
+    to_others = error if isinstance(error, UserError) else error and PeerLostError("rank 0 has ended")
+    failure = broadcast_from_rank0(to_others)
+    if failure is not None:
+        raise error or failure
     return value
 
 
 def result_of_rank0(function: Callable[[], T], on_heartbeat: Callable[[list[int]], None] | None = None) -> T:
-    """Call ``function`` on rank 0 and return its result, or raise its UserError, on every rank.
-
-    Otherwise as :func:`run_on_rank0`.
-    """
-
-    def attempt() -> T | UserError:
-        try:
-            return function()
-        except UserError as error:
-            return error
-
-    result: Any = broadcast_from_rank0(run_on_rank0(attempt, on_heartbeat))
-    if isinstance(result, UserError):
-        raise result
-    return result
+    """Call ``function`` on rank 0 and return its result on every rank, see :func:`run_on_rank0`."""
+    return broadcast_from_rank0(run_on_rank0(function, on_heartbeat))
