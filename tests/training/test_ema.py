@@ -91,7 +91,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", slow_except(["sharded", "adapters", "bf16-true"], CASES))
+@pytest.mark.parametrize("name", slow_except(["adapters", "bf16-true"], CASES))
 def test_s2_a_resumed_average_is_bit_equal(corpus, tmp_path, name):
     options = dict(CASES[name])
     train = TRAIN | options.pop("train", {})

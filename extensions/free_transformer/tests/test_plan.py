@@ -29,8 +29,15 @@ def saved_bytes(model: torch.nn.Module, ids: torch.Tensor, is_mixed: bool) -> in
     return sum(storage.nbytes() for storage in kept.values())
 
 
-@pytest.mark.parametrize("mode", ["none", "full"])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize(
+    ("precision", "mode"),
+    [
+        ("32-true", "none"),
+        ("bf16-mixed", "full"),
+        pytest.param("32-true", "full", marks=pytest.mark.slow),
+        pytest.param("bf16-mixed", "none", marks=pytest.mark.slow),
+    ],
+)
 def test_activations_match_autograd(precision, mode: ActivationCheckpointing):
     config = get_config("free-transformer-tiny").with_vocab_size(256)
     options = {"name": "AdamW", "weight_decay": 0.1}
