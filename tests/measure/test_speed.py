@@ -347,7 +347,7 @@ def test_fp8_products_run_at_the_peak_of_fp8_and_casts_count(capsys):
         assert in_bf16 == pytest.approx(1e15 / (gpu.peak * gpu.generation.products), rel=1e-4)
     assert all(card.fp8 == 0 or card.fp8 / card.peak == pytest.approx(2, abs=0.05) for card in GPUS.values())
     words = ["pico-llama", "--data", "SyntheticTokens", "--data.vocab_size", "512", "--train.max_seq_length", str(T)]
-    words += ["--train.micro_batch_size", str(B), "--train.global_batch_size", str(B), "--compiler", "none"]  # as traced
+    words += ["--train.micro_batch_size", str(B), "--train.global_batch_size", str(B), "--compiler", "none"]
     assert main(["plan", "pretrain", *words, "--train.fp8", "rowwise", "--speed", "A100"]) == 2
     assert capsys.readouterr().err.endswith("--train.fp8 rowwise: the GPU of --speed has no fp8; use none\n")
 
