@@ -17,8 +17,8 @@ LOCK = ".lock"
 def exclusive_lock(out_dir: Path) -> Iterator[None]:
     """Hold an exclusive lock on a run's folder.
 
-    The operating system releases the lock when the process ends. Has no effect if locks are not supported (Windows,
-    some network file systems).
+    The operating system releases the lock when the process ends. Has no effect if locks are not supported (some
+    network file systems).
     """
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
@@ -51,8 +51,8 @@ def _close_locks() -> None:
     _locks.clear()
 
 
-if hasattr(os, "register_at_fork"):  # a forked data worker that kept the file open would keep the lock
-    os.register_at_fork(after_in_child=_close_locks)
+# a forked data worker that kept the file open would keep the lock
+os.register_at_fork(after_in_child=_close_locks)
 
 
 def detect_lost_lock(out_dir: Path) -> bool:

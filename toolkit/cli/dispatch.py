@@ -5,6 +5,7 @@ import importlib
 import io
 import math
 import os
+import resource
 import signal
 import sys
 import threading
@@ -127,10 +128,6 @@ def _check_before_torch(name: str, arguments: dict[str, Any]) -> None:
 
 def _max_address_space() -> float:
     """Return the limit of the address space (``ulimit -v``) in bytes; inf if there is none."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return math.inf
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     return math.inf if limit == resource.RLIM_INFINITY else limit
 

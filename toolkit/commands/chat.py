@@ -96,7 +96,7 @@ def read_questions(is_interactive: bool) -> Iterator[str]:
     """Yield the non-empty lines of stdin until EOF or /quit."""
     on_terminal = is_interactive and sys.stdout.isatty()
     if on_terminal:
-        with suppress(ImportError):  # enables line editing in input(); not available on Windows
+        with suppress(ImportError):  # enables line editing in input(); not in every Python
             import readline  # noqa: F401
     while True:
         if on_terminal:

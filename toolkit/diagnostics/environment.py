@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import re
+import resource
 import shutil
 import socket
 import subprocess
@@ -137,12 +138,9 @@ def _machine() -> dict[str, str]:
         facts["memory"] = f"{total}, {free} available, swap {swap}"
     limit = memory_limit()
     facts["cgroup limit"] = "none" if limit == math.inf else _gb(limit)
-    with suppress(ImportError):  # not on Windows
-        import resource
-
-        files, locked = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
-        locked_text = "unlimited" if locked == resource.RLIM_INFINITY else f"{locked // 1024:,} KiB"
-        facts["limits"] = f"{files:,} open files, locked memory {locked_text}"
+    files, locked = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
+    locked_text = "unlimited" if locked == resource.RLIM_INFINITY else f"{locked // 1024:,} KiB"
+    facts["limits"] = f"{files:,} open files, locked memory {locked_text}"
     with suppress(OSError):
         facts["network"] = ", ".join(name for _, name in socket.if_nameindex())
     return facts

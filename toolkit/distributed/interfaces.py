@@ -6,6 +6,7 @@ the other nodes cannot connect.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import struct
@@ -48,8 +49,6 @@ def _is_loopback(address: str) -> bool:
 
 def _find_interface(address: str) -> str | None:
     """Return the name of the interface with an IPv4 address."""
-    import fcntl  # not on Windows
-
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # it has no address

@@ -60,8 +60,7 @@ class SignalWatch:
 
 def hold_signals(is_held: bool) -> None:
     """Hold SIGINT and SIGTERM back until the program can report them to the other processes; or deliver them."""
-    if hasattr(signal, "pthread_sigmask"):  # not on Windows
-        signal.pthread_sigmask(signal.SIG_BLOCK if is_held else signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
+    signal.pthread_sigmask(signal.SIG_BLOCK if is_held else signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
 
 
 def ignore_until_exit() -> None:

@@ -1,5 +1,6 @@
 """File locks. They are released when the process ends."""
 
+import fcntl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,16 +13,13 @@ def lock(file: IO[Any], wait: bool = True) -> bool | None:
     """Lock an open file until it is closed.
 
     Returns:
-        True if locked, False if another process holds the lock, None without lock support (Windows, some network file
-        systems).
+        True if locked, False if another process holds the lock, None without lock support (some network file systems).
     """
     try:
-        import fcntl
-
         fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
         return False
-    except (ImportError, OSError):
+    except OSError:
         return None
     return True
 

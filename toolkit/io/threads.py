@@ -36,6 +36,5 @@ def call_with_timeout(seconds: float, function: Callable[[], T]) -> T:
 
 def ignore_signals() -> None:
     """Ignore the signals that launchers send to all processes of a run. Only the training process handles them."""
-    for name in ("SIGINT", "SIGTERM", "SIGUSR1"):  # Windows has no SIGUSR1
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)

@@ -1,5 +1,6 @@
 """N8 honest-throughput: measure tokens per second, MFU and peak memory. See toolkit.measure.flops for FLOPs."""
 
+import resource
 import sys
 
 import numpy as np
@@ -10,10 +11,6 @@ def peak_memory_gb(device: torch.device) -> float:
     """Return the peak memory so far in GB (1e9 bytes): the CUDA allocator's, or the process's resident set size."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
-    try:
-        import resource
-    except ImportError:  # Windows
-        return float("nan")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak * (1 if sys.platform == "darwin" else 1024) / 1e9
 

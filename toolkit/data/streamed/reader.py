@@ -182,7 +182,7 @@ def _start(folder: Path, origin: str, name: str, max_bytes: int | None, lock: IO
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=log,
-            pass_fds=[lock.fileno()] if os.name == "posix" else [],
+            pass_fds=[lock.fileno()],
             start_new_session=True,  # a launcher signals the process group of a run
         )
 
