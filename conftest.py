@@ -56,7 +56,12 @@ def pytest_collection_modifyitems(items):
 
 def pytest_collection_finish():
     freeze_objects()
-    if groups := sys.modules.get("helpers.groups"):
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session):
+    """Fork the server of ranks: after the collection, during which pytest records warnings."""
+    if (groups := sys.modules.get("helpers.groups")) and not session.config.option.collectonly:
         groups.start_server()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.processes import Forked, finish
+from helpers.processes import finish, start
 
 import toolkit
 from toolkit.checkpoints.weights import load_weights
@@ -78,7 +78,7 @@ for quiet in (lambda: None, fabric._quiet_libraries):
 @pytest.mark.parametrize("also", [[], pytest.param(["inductor"], marks=pytest.mark.slow)], ids=str)
 def test_messages_of_libraries_about_our_settings_are_not_shown(tmp_path, also):
     (tmp_path / "libraries.py").write_text(LIBRARIES)
-    process = Forked(also, script=tmp_path / "libraries.py")
+    process = start(str(tmp_path / "libraries.py"), *also)  # not forked: these tests have set up the libraries' loggers
     _, err = finish(process)
     assert process.returncode == 0, err
     shown, quiet, _ = err.split("----\n")

@@ -3,6 +3,7 @@
 import csv
 import functools
 import json
+import logging
 import multiprocessing
 import os
 import socket
@@ -29,7 +30,7 @@ SERVER.set_forkserver_preload(["helpers.preload"])
 
 @functools.cache
 def start_server() -> None:
-    """Start the server; conftest.py does after the collection, when this process has imported what the server needs."""
+    """Start the server; conftest.py does before the first test, when this process has imported what is needed."""
     resource_tracker.ensure_running()
     with mock.patch.object(forkserver.util, "spawnv_passfds", fork_server):
         forkserver.ensure_running()
@@ -45,6 +46,9 @@ def fork_server(_: Any, words: list[str], descriptors: list[int]) -> int:
             with suppress(OSError):  # of the listing itself
                 if descriptor != alive and os.path.sameopenfile(descriptor, alive):
                     os.close(descriptor)
+        for handler in (reference() for reference in logging._handlerList):
+            if type(handler) is logging.StreamHandler:  # made while pytest captured the output of imports
+                handler.setStream(sys.stderr)
         exec(words[-1])
     finally:
         os._exit(0)
