@@ -18,9 +18,9 @@ ROOT = Path(__file__).parents[1]
 # Tokens of each package. Who raises a line says in the commit why no code could go instead. After a cut, lower it:
 # `python tests/test_packaging.py` prints the table as it is now, rounded up to the next hundred.
 BUDGET = {
-    "data": 63_600,
+    "data": 63_700,
     "models": 59_500,
-    "checkpoints": 48_100,
+    "checkpoints": 47_900,
     "metrics": 2_900,
     "planning": 16_900,
     "measure": 15_800,
@@ -33,7 +33,7 @@ BUDGET = {
     "commands": 9_800,
     "optim": 9_200,
     "reporting": 7_100,
-    "io": 5_400,
+    "io": 5_500,
     "serving": 5_200,
     "(top level)": 5_300,
     "objectives": 5_600,

@@ -16,7 +16,7 @@ from pathlib import Path
 from toolkit.checkpoints.lock import LOCK, detect_lost_lock
 from toolkit.checkpoints.manifest import COMPLETE, replace_in_manifest, write_manifest
 from toolkit.errors import UserError
-from toolkit.io.atomic import NO_SPACE, sync, sync_tree
+from toolkit.io.atomic import disk_full_reason, sync, sync_tree
 from toolkit.io.checksums import Checksum, Checksums, checksum_files
 from toolkit.io.safe_parse import parse_json, read_bounded
 from toolkit.io.tempfiles import TMP, remove, sweep, temporary_path
@@ -300,19 +300,6 @@ def _describe_write_error(error: BaseException, tmp: Path, folder: Path) -> str 
     is_creation_error = error.filename is not None and path in (tmp, *tmp.parents)
     if (error.errno in _UNWRITABLE or is_creation_error) and not os.path.exists(tmp):
         return f"{error.strerror}; choose another folder"
-    return None
-
-
-def disk_full_reason(error: BaseException | None) -> str | None:
-    """Return the reason if a full or failing disk, a quota or a file size limit caused the error, else None."""
-    while error is not None and not isinstance(error, UserError):
-        if isinstance(error, OSError) and error.errno in NO_SPACE:
-            return error.strerror
-        # torch's zip writer, given a path, loses the errno and reports a short write like this.
-        if isinstance(error, RuntimeError) and re.search(r"unexpected pos|PytorchStreamWriter", str(error)):
-            reason = disk_full_reason(error.__cause__ or error.__context__)
-            return reason or f"{os.strerror(errno.ENOSPC)}, or the disk failed"
-        error = error.__cause__ or error.__context__
     return None
 
 

@@ -1,5 +1,7 @@
 """Describe Hugging Face hub errors in one line: what is wrong and what to do."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from urllib.parse import urlsplit
 
 from huggingface_hub import constants, errors
@@ -7,6 +9,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from toolkit.errors import UserError, causes_of, one_line
+from toolkit.io.atomic import disk_full_reason
 
 
 def hub_error_types() -> tuple[type[BaseException], ...]:
@@ -16,6 +19,20 @@ def hub_error_types() -> tuple[type[BaseException], ...]:
     RuntimeError. Malformed responses raise ValueError, KeyError or TypeError.
     """
     return (HfHubHTTPError, *HfHubHTTPError.__bases__, OSError, RuntimeError, ValueError, KeyError, TypeError)
+
+
+@contextmanager
+def hub_errors(
+    repo_id: str, revision: str = "main", hint: str = "", *, kind: str = "model", is_upload: bool = False
+) -> Iterator[None]:
+    """Translate exceptions of huggingface_hub into a one-line ``UserError`` that ends with ``hint``."""
+    try:
+        yield
+    except UserError:
+        raise
+    except hub_error_types() as error:
+        reason = describe_hub_error(error, repo_id, revision, kind=kind, is_upload=is_upload)
+        raise UserError(reason + hint) from error
 
 
 def describe_hub_error(
@@ -37,6 +54,8 @@ def describe_hub_error(
     page = f"{hub}/{'datasets/' if kind == 'dataset' else ''}{repo_id}"
     verb, noun = ("write to", "upload") if is_upload else ("read", "download")
     causes = list(causes_of(error))
+    if full := disk_full_reason(error):
+        return f"{where}: {full}; free some space"
 
     def has(kind: type[BaseException]) -> bool:
         return any(isinstance(cause, kind) for cause in causes)

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,19 @@ def file_error(path: Path, error: OSError) -> UserError:
     if error.errno == errno.ELOOP:
         return UserError(f"{path}: is a symbolic link, which is not followed; replace it with a file")
     return UserError(f"{path}: {error.strerror or error}; {hint}")
+
+
+def disk_full_reason(error: BaseException | None) -> str | None:
+    """Return the reason if a full or failing disk, a quota or a file size limit caused the error, else None."""
+    while error is not None and not isinstance(error, UserError):
+        if isinstance(error, OSError) and error.errno in NO_SPACE:
+            return error.strerror
+        # torch's zip writer, given a path, loses the errno and reports a short write like this.
+        if isinstance(error, RuntimeError) and re.search(r"unexpected pos|PytorchStreamWriter", str(error)):
+            reason = disk_full_reason(error.__cause__ or error.__context__)
+            return reason or f"{os.strerror(errno.ENOSPC)}, or the disk failed"
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def write_atomic(path: Path, content: bytes) -> None:

@@ -3,8 +3,6 @@
 import glob
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
@@ -16,8 +14,8 @@ from toolkit.checkpoints.hf.origin import ORIGIN_FILE
 from toolkit.checkpoints.hf.reader import ADAPTER, CONFIG, INDEX, SINGLE, no_weights_hint, quantized_bits, read_index
 from toolkit.checkpoints.hf.sums import find_changed, write_sums
 from toolkit.checkpoints.lock import exclusive_lock
-from toolkit.checkpoints.store import disk_full_reason, require_new_folder
-from toolkit.data.hub_errors import describe_hub_error, hub_error_types, require_repo_id
+from toolkit.checkpoints.store import require_new_folder
+from toolkit.data.hub_errors import hub_errors, require_repo_id
 from toolkit.data.tokenizer import FILE_PATTERNS, Tokenizer
 from toolkit.errors import UserError
 from toolkit.io.safe_parse import read_json_object, write_yaml
@@ -192,14 +190,3 @@ def _require_disk_space(repo: Repository, names: list[str], folder: Path, size_r
             f"--out_dir {out_dir}: downloading{' and converting' if size_ratio else ''} {repo.repo_id} needs "
             f"{needed:,} bytes of disk space, but only {free:,} are free; free some space or give another folder"
         )
-
-
-@contextmanager
-def hub_errors(repo_id: str, revision: str = "main", hint: str = "", is_upload: bool = False) -> Iterator[None]:
-    """Translate exceptions of huggingface_hub into a one-line ``UserError`` that ends with ``hint``."""
-    try:
-        yield
-    except hub_error_types() as error:
-        full = disk_full_reason(error)
-        reason = describe_hub_error(error, repo_id, revision, is_upload=is_upload)
-        raise UserError((f"repo_id {repo_id}: {full}; free some space" if full else reason) + hint) from error

@@ -10,8 +10,8 @@ from huggingface_hub import HfApi, ModelCard, get_token
 from huggingface_hub.errors import RepositoryNotFoundError
 from huggingface_hub.utils import disable_progress_bars
 
-from toolkit.checkpoints.hf.hub import TIMEOUT, hub_errors
-from toolkit.data.hub_errors import hub_error_types, hub_url, require_repo_id
+from toolkit.checkpoints.hf.hub import TIMEOUT
+from toolkit.data.hub_errors import hub_error_types, hub_errors, hub_url, require_repo_id
 from toolkit.errors import UserError, require_option
 
 

@@ -5,8 +5,8 @@ library (https://huggingface.co/docs/hub/datasets-file-names-and-splits). No rep
 """
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
@@ -14,7 +14,7 @@ from huggingface_hub import HfApi, HfFileSystem, hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 
 from toolkit.data.base import Values
-from toolkit.data.hub_errors import describe_hub_error, hub_error_types, require_repo_id
+from toolkit.data.hub_errors import hub_errors, require_repo_id
 from toolkit.data.streamed.files import SourceFile, SourceFiles, is_supported, list_path, require_text
 from toolkit.errors import UserError, join_first
 from toolkit.io.safe_parse import parse_yaml, read_bounded
@@ -42,7 +42,7 @@ class Repository(NamedTuple):
 def open_repository(repo_id: str, revision: str) -> Repository:
     """Resolve a branch, tag or commit to a commit hash."""
     require_repo_id(repo_id, "--data.repo_id")
-    with _hub_errors(repo_id, revision):
+    with hub_errors(repo_id, revision, kind="dataset"):
         commit = HfApi().dataset_info(repo_id, revision=revision, timeout=_TIMEOUT).sha
         if not commit:
             raise ValueError("no commit")
@@ -88,7 +88,7 @@ def list_url(url: str, option: str) -> SourceFiles:
 def _config(repository: Repository, subset: str | None) -> Values:
     """Return a subset's entry in the README, or {} if the README names no files."""
     repo_id, path = repository.repo_id, None
-    with _hub_errors(repo_id, repository.revision), suppress(EntryNotFoundError):
+    with hub_errors(repo_id, repository.revision, kind="dataset"), suppress(EntryNotFoundError):
         options: Values = {"repo_type": "dataset", "revision": repository.commit, "etag_timeout": _TIMEOUT}
         path = hf_hub_download(repo_id, "README.md", **options)
     try:
@@ -154,20 +154,10 @@ def _find(repository: Repository, globs: Sequence[str]) -> SourceFiles:
             infos |= fs.glob(f"{root}/{glob.removeprefix('./')}", detail=True, expand_info=False)
         return infos
 
-    with _hub_errors(repository.repo_id, repository.revision):
+    with hub_errors(repository.repo_id, repository.revision, kind="dataset"):
         infos = sorted(call_with_timeout(_LISTING_TIMEOUT, find).items())
     return [
         SourceFile(f"hf://{root}/{quote(name)}", name, info["size"], info["blob_id"])
         for name, info in ((path.removeprefix(f"{root}/"), info) for path, info in infos)
         if info["type"] == "file"
     ]
-
-
-@contextmanager
-def _hub_errors(repo_id: str, revision: str) -> Iterator[None]:
-    try:
-        yield
-    except UserError:
-        raise
-    except hub_error_types() as error:
-        raise UserError(describe_hub_error(error, repo_id, revision, kind="dataset")) from error
