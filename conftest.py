@@ -96,9 +96,12 @@ def _module_folder(_folders):
 def _own_folder(_module_folder, _folders):
     _collections.freeze()
     environment = dict(os.environ)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with _folders.inside():
         yield
     replace_environment(environment)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
