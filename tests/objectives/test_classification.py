@@ -267,7 +267,7 @@ def test_n2_one_curve_in_every_split_and_on_two_ranks_and_resumed_bit_equal(base
 
 
 @pytest.mark.slow
-def test_problems_are_those_of_transformers(base):
+def test_problems_are_those_of_transformers(base, capsys):
     from scipy.stats import spearmanr
     from sklearn.metrics import accuracy_score, f1_score
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -289,11 +289,19 @@ def test_problems_are_those_of_transformers(base):
         output = model(texts["input_ids"], texts["attention_mask"], labels=targets)
         scores = output.logits.detach()
         assert last["val_loss"] == pytest.approx(output.loss.item(), rel=1e-5)
+        capsys.readouterr()
+        assert main(["classify", f"{kind}/final", "--texts", "reviews/val.jsonl"]) == 0
+        printed = list(csv.DictReader(capsys.readouterr().out.splitlines()))
+        predictions = [json.loads(row["prediction"]) for row in printed]
         if kind == "multi":
+            assert predictions == [[labels[i] for i in row.nonzero()[:, 0]] for row in scores > 0]
+            shares = [[float(row[f"score_{label}"]) for label in labels] for row in printed]
+            torch.testing.assert_close(torch.tensor(shares), scores.sigmoid(), atol=1e-5, rtol=1e-5)
             assert last["val_accuracy"] == pytest.approx(accuracy_score(targets, scores > 0))
             expected = f1_score(targets, scores > 0, average="macro", zero_division=0)
             assert last["val_f1"] == pytest.approx(expected)
         else:
+            assert predictions == pytest.approx(scores[:, 0].tolist(), abs=1e-4)
             assert last["val_spearman"] == pytest.approx(spearmanr(scores[:, 0], targets).statistic)
         shutil.rmtree("reviews")
         shutil.move("csv", "reviews")

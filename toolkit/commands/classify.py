@@ -120,12 +120,10 @@ def predict(model: Any, encodings: list[Any]) -> list[list[Any]]:
     if model.config.head == "token_reward":
         by_row = scores[:, 0].split(row_of_score.bincount(minlength=len(encodings)).tolist())
         return [[rewards.mean().item(), rewards.tolist()] for rewards in by_row]
-    labels = model.config.labels
-    match model.config.problem_type:
-        case "single_label_classification":
-            shares = scores.softmax(1).tolist()
-            return [[labels[of_row.index(max(of_row))], *of_row] for of_row in shares]
-        case "multi_label_classification":
-            shares = scores.sigmoid().tolist()
-            return [[[labels[i] for i, share in enumerate(of_row) if share > 0.5], *of_row] for of_row in shares]
+    labels, kind = model.config.labels, model.config.problem_type
+    if kind == SINGLE:
+        return [[labels[shares.index(max(shares))], *shares] for shares in scores.softmax(1).tolist()]
+    if kind == MULTI:
+        of_texts = scores.sigmoid().tolist()
+        return [[[labels[i] for i, share in enumerate(shares) if share > 0.5], *shares] for shares in of_texts]
     return scores[:, :1].tolist()
