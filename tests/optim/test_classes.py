@@ -4,6 +4,7 @@ from torch import nn
 
 from toolkit.config import PRETRAIN, OptimizerArgs
 from toolkit.errors import UserError, require_option
+from toolkit.measure.optimizer import state_bytes
 from toolkit.optim import TORCH_OPTIMIZERS
 from toolkit.optim.classes import build_optimizer, resolve_optimizer
 from toolkit.optim.groups import no_decay_params, parameter_groups
@@ -95,3 +96,18 @@ def test_messages_have_booleans_as_on_the_command_line():
         resolve_optimizer(args, PRETRAIN)
     with pytest.raises(UserError, match="^--profiler.with_stack true: has no effect"):
         require_option(False, "profiler.with_stack", True, "has no effect")
+
+
+def test_values_that_a_class_refuses_are_one_line():
+    pytest.importorskip("pytorch_optimizer")
+    for name, options, reason in (
+        ("SOAP", {"precondition_frequency": 0}, "precondition_frequency"),
+        ("AdamW", {"eps": -1}, "Invalid epsilon value: -1"),
+        ("SGD", {"momentum": -1}, "Invalid momentum value: -1"),
+    ):
+        resolved = resolve_optimizer(OptimizerArgs(name=name, options=options), PRETRAIN)
+        line = f"^--optimizer.name {name}: .*{reason}.*; correct --optimizer.options$"
+        with pytest.raises(UserError, match=line):  # where a run measures its memory, before it builds its optimizer
+            state_bytes(resolved, torch.float32, (4, 4))
+        with pytest.raises(UserError, match=line):
+            build_optimizer(nn.Linear(4, 4), resolved, 1e-3, "32-true", frozenset())

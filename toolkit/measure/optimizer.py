@@ -13,7 +13,7 @@ from toolkit.measure.inputs import FP32, MemoryInputs, cached_by_text
 from toolkit.measure.parameters import ADAPTERS, StoredParameter
 from toolkit.measure.recorder import Recorder, tensors_in
 from toolkit.optim.bf16 import UPDATE_CHUNK, chunks
-from toolkit.optim.classes import optimizer_class
+from toolkit.optim.classes import construct, optimizer_class
 from toolkit.optim.evaluation_weights import begin_training
 from toolkit.optim.hybrid import NS_STEPS, AdamW8bit, Muon, state_bytes_8bit
 from toolkit.optim.muon import STACK_NUMEL, newton_schulz_flops
@@ -157,9 +157,8 @@ def state_bytes(
     cls: Any = torch.optim.AdamW if is_adamw else user_class or optimizer_class(name)
     parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
     parameter.grad = torch.empty_like(parameter)
-    optimizer = cls(
-        [{"params": [parameter]} | ({"main": is_main} if name == Muon.__name__ else {})], lr=1e-3, **arguments
-    )
+    group = {"params": [parameter]} | ({"main": is_main} if name == Muon.__name__ else {})
+    optimizer = construct(cls, [group], lr=1e-3, **arguments)
     begin_training(optimizer)
     with Recorder(None):  # answers ``.item()``
         optimizer.step()

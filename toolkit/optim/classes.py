@@ -104,16 +104,22 @@ def build_optimizer(
         arguments["fused"] = can_fuse(model.parameters())
     if cls is torch.optim.Adafactor and any(map(is_sharded, model.parameters())):
         cls = ShardedAdafactor
-    try:
-        optimizer = cls(groups, lr=learning_rate, **arguments)
-    except UserError:
-        raise
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"--optimizer.name {cls.__name__}: {str(error).splitlines()[0]}") from error
+    optimizer = construct(cls, groups, lr=learning_rate, **arguments)
     has_masters, has_bf16_moments = precision == "bf16-master", state_dtype == "bf16"
     if has_masters or has_bf16_moments:
         return BF16Optimizer(optimizer, has_masters=has_masters, has_bf16_moments=has_bf16_moments)
     return optimizer
+
+
+def construct(cls: type, groups: Any, **arguments: Any) -> Optimizer:
+    """Return ``cls(groups, **arguments)``. Raise UserError for a value that the class refuses."""
+    try:
+        return cls(groups, **arguments)
+    except UserError:
+        raise
+    except (TypeError, ValueError, RuntimeError, ArithmeticError) as error:
+        reason = f"{(str(error) or type(error).__name__).splitlines()[0]}; correct --optimizer.options"
+        raise UserError(f"--optimizer.name {cls.__name__}: {reason}") from error
 
 
 def has_moments(options: dict[str, Any]) -> bool:
@@ -121,7 +127,8 @@ def has_moments(options: dict[str, Any]) -> bool:
     cls = optimizer_class(options["name"])
     parameter = nn.Parameter(torch.zeros(4, 4))
     parameter.grad = torch.zeros_like(parameter)
-    optimizer = cls([parameter], **{k: v for k, v in options.items() if k not in ("name", "state_dtype", "fused")})
+    arguments = {k: v for k, v in options.items() if k not in ("name", "state_dtype", "fused")}
+    optimizer = construct(cls, [parameter], **arguments)
     begin_training(optimizer)
     optimizer.step()
     return any(getattr(value, "shape", None) == parameter.shape for value in optimizer.state[parameter].values())
