@@ -1,5 +1,6 @@
 """Options of a command: documented spellings, YAML files, one-line errors."""
 
+import importlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +11,12 @@ import yaml
 from jsonargparse.typing import NonNegativeFloat, PositiveInt, restricted_number_type
 
 from toolkit.cli import parser as cli_parser
-from toolkit.commands import pretrain
+from toolkit.commands import COMMANDS, pretrain
 from toolkit.config import EvalArgs, TrainArgs
 from toolkit.config.classes import class_path, classes_of, parameters_of
+from toolkit.config.command import CommandOptions
 from toolkit.config.types import union_members
+from toolkit.config.values import OptionValue
 from toolkit.data import DataModule, LitData, Preference, PythonStdlib, SyntheticTokens, TextFiles
 from toolkit.errors import UserError
 from toolkit.models.lora_config import LoRAOptions
@@ -360,6 +363,45 @@ def test_unreadable_yaml_files(tmp_path):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(UserError, match="not valid YAML"):
             parse("--config", str(tmp_path / name))
+
+
+NO_PATHS = {"eval.metric", "data.prompt_style", "prompt_style", "data.repo_id", "tasks", "push_to_hub"}
+"""Text options whose help has such a word, and which do not take a path."""
+
+
+def path_options() -> dict[str, Any]:
+    """Return the types of the text options of all commands and classes whose help says that they take a path."""
+    options = {}
+    for module, *_ in COMMANDS.values():
+        command = CommandOptions(importlib.import_module(module).setup)
+        options |= command.options()
+        for group in command.class_options:
+            for cls in command.choices(group).values():
+                options |= {f"{group}.{name}": option for name, option in parameters_of(cls).items()}
+    words = re.compile(r"(?i)\b(files?|folders?|checkpoints?|out_dir)\b")
+    texts = {key: option for key, option in options.items() if str in union_members(option.kind)}
+    return {key: option.kind for key, option in texts.items() if words.search(option.doc) and key not in NO_PATHS}
+
+
+def test_home_folder_and_variables_in_every_path_option(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    command, kinds = CommandOptions(pretrain.setup), path_options()
+    assert {"out_dir", "resume", "data.json_path", "checkpoint_dirs", "hf_dir", "objective.teacher_dir"} <= kinds.keys()
+    for key, kind in kinds.items():
+        for source in ("", None, "run.yaml"):
+            command.values = {key: OptionValue(source, "~/a b")}
+            assert command._convert(key, kind, "") == f"{tmp_path}/a b", key
+        for text in ("${oc.env:HOME}/x", "$HOME/x", "~nobody-has-this-name/x"):
+            command.values = {key: OptionValue("", text)}
+            with pytest.raises(UserError, match=re.escape(f"--{key} {text}: ")):
+                command._convert(key, kind, "")
+    (tmp_path / "run.yaml").write_text(
+        "out_dir: ~/y\ndata: {class_path: Mixture, init_args: {sources: {a: {weight: 1, data: "
+        "{class_path: TextFiles, init_args: {train_data_path: ~/x}}}}}}\n"
+    )
+    found = parse("--config=~/run.yaml")
+    assert found["out_dir"] == f"{tmp_path}/y"
+    assert found["data"]._modules["a"].data.train_data_path == f"{tmp_path}/x"
 
 
 # ---- errors

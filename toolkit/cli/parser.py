@@ -21,7 +21,7 @@ from toolkit.distributed import rendezvous
 from toolkit.distributed.world import count_processes
 from toolkit.errors import UserError, did_you_mean
 from toolkit.extension import add_extensions, split_names
-from toolkit.io.paths import require_local
+from toolkit.io.paths import expand_path, require_local
 from toolkit.io.safe_parse import parse_yaml, read_yaml
 from toolkit.launching.job import CommandLine
 
@@ -168,6 +168,7 @@ def read_config(path: str | None) -> dict[str, Any]:
     if not path:
         raise UserError("--config: needs a value: the path of a YAML file")
     require_local("--config", path)
+    path = expand_path("--config", path)
     try:
         # `--config <(command)` passes a pipe under /dev/
         values = parse_yaml(Path(path).read_bytes()) if path.startswith("/dev/") else read_yaml(path)

@@ -23,7 +23,7 @@ def setup(run_dirs: str, format: Literal["html", "md"] = "html", out_path: str |
     from toolkit.reporting.page import REPORT, render_page
     from toolkit.reporting.run import read_runs
 
-    names = [run_dirs] if Path(run_dirs).expanduser().is_dir() else run_dirs.split(",")
+    names = [run_dirs] if Path(run_dirs).is_dir() else run_dirs.split(",")
     places = list(dict.fromkeys(name.strip() for name in names if name.strip()))
     require_option(bool(places), "run_dirs", run_dirs, "must be one or several folders of runs")
     runs = read_runs(places)
@@ -31,8 +31,8 @@ def setup(run_dirs: str, format: Literal["html", "md"] = "html", out_path: str |
     if format == "md" and out_path is None:
         print(content, end="")
         return
-    folder = Path() if len(runs) > 1 or is_url(places[0]) else Path(places[0]).expanduser()
-    path = folder / REPORT if out_path is None else Path(out_path).expanduser()
+    folder = Path() if len(runs) > 1 or is_url(places[0]) else Path(places[0])
+    path = folder / REPORT if out_path is None else Path(out_path)
     try:
         if path.is_file():
             with path.open("rb") as file:

@@ -47,7 +47,7 @@ def find_local(checkpoint_dir: str) -> dict[str, Checkpoint]:
     """Return the checkpoints in a folder, by path."""
     from toolkit.checkpoints.store import WEIGHTS, is_complete, newest_first
 
-    path = Path(checkpoint_dir).expanduser()
+    path = Path(checkpoint_dir)
     path = path if path.is_dir() else Path("checkpoints") / path
     folders = [path] if is_complete(path) else sorted(newest_first(path))
     if not folders:

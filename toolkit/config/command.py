@@ -17,9 +17,10 @@ from toolkit.config.types import describe, expand_integer, is_mapping, is_restri
 from toolkit.config.values import OptionValue, instantiate, with_entry
 from toolkit.errors import UserError, did_you_mean
 from toolkit.extension import add_extensions, import_object, load_registered, registered
-from toolkit.io.paths import require_folder, require_local
+from toolkit.io.paths import expand_path, is_path_option, require_folder, require_local
 
 _URL_OPTIONS = ("checkpoint_dir", "initial_checkpoint_dir", "base_checkpoint_dir", "resume")  # may be URLs
+PATH_LISTS = ("run_dirs", "checkpoint_dirs")  # separated by commas
 COMMON_OPTIONS = ("help", "config", "print_config", "extensions")  # of every command
 
 
@@ -261,15 +262,14 @@ class CommandOptions:
             return  # a user-provided class may accept URLs
         if name not in getattr(owner, "takes_urls", ()):
             may_be_remote = key in _URL_OPTIONS or (key == "out_dir" and "data" in self.class_options)
-            prefix = f"{value.source}: " if value.source else "--" if value.source == "" else ""
             check = require_folder if may_be_remote else require_local
-            check(f"{prefix}{key}", value.value)
+            check(value.name(key), value.value)
 
     def _convert(self, key: str, kind: Any, usage: str) -> Any:
         """Return the user's value as ``kind``. Raise UserError with option, value and valid values."""
         value = self.values[key]
         try:
-            return value.convert(kind)
+            converted = value.convert(kind)
         except ArgumentError as error:
             text, kinds = value.text, union_members(kind)
             for limited in filter(is_restricted, kinds):
@@ -283,6 +283,10 @@ class CommandOptions:
             hint = VALUE_HINTS.get(f"{key}={text.lower()}") or did_you_mean(text, names, cutoff=0.55)
             shown = value.display(key).removeprefix("--" if key.upper() in usage.split() else "")  # positional
             raise UserError(f"{shown}: must be {describe(kind)}{hint}") from error
+        if isinstance(converted, str) and (is_path_option(key) or key in PATH_LISTS):
+            paths = converted.split(",") if key in PATH_LISTS else [converted]
+            return ",".join(expand_path(value.name(key), path) for path in paths)
+        return converted
 
     def _describe_unknown(self, options: dict[str, Option]) -> list[str]:
         """Describe the unknown options of YAML files, which may be another tool's. Raise UserError for others.

@@ -22,6 +22,10 @@ class OptionValue(NamedTuple):
     source: str | None
     value: Any
 
+    def name(self, key: str) -> str:
+        """Return the option as shown in messages without its value: flag, or file and key."""
+        return f"{self.source}: {key}" if self.source else f"{'--' * (self.source == '')}{key}"
+
     def display(self, key: str) -> str:
         """Return the option as shown in messages: flag, or file and key, then the value."""
         if re.search(r"(?i)(token|secret|password|passwd|api_key)$", key):
@@ -30,8 +34,8 @@ class OptionValue(NamedTuple):
         if self.source is None:
             return f"{key} {(self.value if text == self.text else text)!r}"
         if self.source:
-            return f"{self.source}: {key}: {text}"
-        return f"--{key} {'' if self.value is None else text}".rstrip()
+            return f"{self.name(key)}: {text}"
+        return f"{self.name(key)} {'' if self.value is None else text}".rstrip()
 
     @property
     def text(self) -> str:

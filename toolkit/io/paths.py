@@ -7,13 +7,29 @@ from typing import Any
 
 from toolkit.errors import UserError
 
-_OPTION = re.compile(r"(.*[._ -])?(dir|path|config|resume|from_peft|chat_template|out|metric_data|texts)")
+_OPTION = re.compile(r"(.*[._ -])?(dir|path|config|resume|from_peft|chat_template|out|metric_data|texts|base_model)")
+_VARIABLE = re.compile(r"\$\{|^\$\w")
 _URL = re.compile(r"[a-z][a-z0-9+.-]+:/", re.IGNORECASE)  # one slash, because Path collapses two into one
 
 
 def is_path_option(name: str) -> bool:
     """Whether an option takes a path. ``name`` may be dotted."""
     return _OPTION.fullmatch(name) is not None
+
+
+def expand_path(name: str, value: str) -> str:
+    """Return the value of a path option with the home folder for ``~``, also where no shell has replaced it.
+
+    ``name`` is the option as shown in messages. Raise UserError for a variable, which only a shell replaces.
+    """
+    if is_url(value):
+        return value
+    if _VARIABLE.search(value):
+        raise UserError(f"{name} {value}: variables are not replaced here; give the path itself")
+    path = os.path.expanduser(value)
+    if path.startswith("~"):
+        raise UserError(f"{name} {value}: no such user; a file or folder of this name is ./{value}")
+    return path
 
 
 def is_url(value: Any) -> bool:

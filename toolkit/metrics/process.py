@@ -100,7 +100,7 @@ def check_metrics(evaluation: EvalArgs) -> None:
     for metric in parse_metrics(evaluation.metric):
         MetricProcess(metric, evaluation.metric_timeout).close()
     path = evaluation.metric_data
-    require_option(path is None or Path(path).expanduser().is_file(), "eval.metric_data", path, "no such file")
+    require_option(path is None or Path(path).is_file(), "eval.metric_data", path, "no such file")
     if evaluation.tasks is not None:
         require_package(f"--eval.tasks {evaluation.tasks}", "lm_eval", "0.4.9.2")
 

@@ -129,7 +129,7 @@ def read_run(place: str | Path, status: str | None = None) -> RunFacts:
 
 
 def _open_local(place: str) -> tuple[RunFacts, _Read]:
-    folder = Path(place).expanduser()
+    folder = Path(place)
     if not folder.is_dir():
         reason = "is a file; give the folder of a run" if folder.exists() else "no such folder; give a run's --out_dir"
         raise UserError(f"run_dirs {place}: {reason}")

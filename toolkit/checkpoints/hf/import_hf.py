@@ -55,7 +55,7 @@ def import_hf(
     Returns:
         Notes and warnings for the user.
     """
-    hf_dir, out_dir = Path(hf_dir).expanduser(), Path(out_dir)
+    hf_dir, out_dir = Path(hf_dir), Path(out_dir)
     require_new_folder(out_dir)
     config, notes = read_hf_config(hf_dir, name=out_dir.resolve().name), _notes_of_config(hf_dir)
     notes += require_intact(hf_dir, f"hf_dir {hf_dir}") if verify else []

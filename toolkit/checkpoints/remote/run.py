@@ -36,7 +36,7 @@ def run_folder(out_dir: str, staging_dir: str | None) -> Path:
     """Return the local folder of a run: ``out_dir``, or its staging folder if ``out_dir`` is on remote storage."""
     if not is_url(out_dir):
         return Path(out_dir)
-    return Path(staging_dir).expanduser() if staging_dir else local_name(out_dir, "runs")
+    return Path(staging_dir) if staging_dir else local_name(out_dir, "runs")
 
 
 class RemoteRun:

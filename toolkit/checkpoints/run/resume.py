@@ -36,7 +36,7 @@ def resolve_resume(resume: bool | str, out_dir: Path) -> Path | None:
                 "overwritten; give another --out_dir"
             )
         return checkpoint
-    path = local_copy(resume, "--resume", with_trainer=True) if is_url(resume) else Path(resume).expanduser()
+    path = local_copy(resume, "--resume", with_trainer=True) if is_url(resume) else Path(resume)
     checkpoint = _named_checkpoint(path)
     if out_dir.resolve() not in checkpoint.resolve().parents:
         _require_unused(out_dir, f"--resume {resume} belongs to another run; give another --out_dir")

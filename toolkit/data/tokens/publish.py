@@ -25,7 +25,7 @@ Files = dict[str, Path | bytes]
 def require_free(out_dir: str) -> None:
     """Raise UserError unless ``--out_dir`` can be written: a new or empty folder, or storage without data."""
     if "://" not in out_dir:
-        path = Path(out_dir).expanduser().absolute()
+        path = Path(out_dir).absolute()
         parent = next(parent for parent in path.parents if parent.exists())
         if not (parent.is_dir() and os.access(parent, os.W_OK)):
             raise UserError(f"--out_dir {out_dir}: {parent} is not a folder that can be written; choose another")
@@ -60,7 +60,7 @@ def publish_tokens(prepared: PreparedData, out_dir: str, report: Report) -> None
         if "://" in out_dir:
             _upload(files, Storage(out_dir, "--out_dir"))
         else:
-            _copy(files, Path(out_dir).expanduser())
+            _copy(files, Path(out_dir))
     report(f"Data: {size / 1e9:.3g} GB in {out_dir}; read it with --data LitData --data.data_path {out_dir}")
 
 
