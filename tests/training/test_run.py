@@ -28,13 +28,13 @@ from toolkit.errors import GuardError, StoppedBySignalError, UserError
 from toolkit.io.tempfiles import temporary_path
 from toolkit.models.config import ModelOverrides
 from toolkit.planning import resolve
+from toolkit.planning.limits import Intervals
 from toolkit.planning.options import check_options, check_start
 from toolkit.planning.run_args import RunArgs
 from toolkit.training import data_reader, engine, launch, rank_consistency
 from toolkit.training import run as run_module
 from toolkit.training.checkpoint_meta import RunFingerprint
 from toolkit.training.engine import resolve_run, run_training, start
-from toolkit.training.limits import Intervals
 from toolkit.training.run import Run
 from toolkit.training.short_run import short_run_args
 

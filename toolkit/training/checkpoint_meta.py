@@ -19,9 +19,9 @@ from toolkit.models.config_checks import has_type, types_and_choices
 from toolkit.models.lora_config import PARTS
 from toolkit.optim.schedule import Schedule
 from toolkit.planning.frozen import find_frozen
+from toolkit.planning.limits import Progress
 from toolkit.planning.run_args import RunArgs
 from toolkit.training.hyperparameters import objective_entry
-from toolkit.training.limits import Progress
 
 FORMAT_VERSION = 1
 TRAINER, CALLBACKS = "trainer", "callbacks.pth"

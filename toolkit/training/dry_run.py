@@ -8,10 +8,10 @@ from toolkit.data.inspection import inspect_rows
 from toolkit.distributed import ranks
 from toolkit.distributed.device import device_memory
 from toolkit.planning.advice import advice_for
+from toolkit.planning.limits import build_intervals
 from toolkit.planning.plan import plan_resolved
 from toolkit.training.data_reader import DataReader
 from toolkit.training.launch import Launch
-from toolkit.training.limits import build_intervals
 from toolkit.ui.plan import format_plan, plan_summary
 from toolkit.ui.tokens import print_inspection
 

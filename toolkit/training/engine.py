@@ -22,6 +22,7 @@ from toolkit.objectives.base import total_counts
 from toolkit.optim.update import Update, choose_update, set_learning_rate
 from toolkit.planning.advice import oom_advice
 from toolkit.planning.auto import resolve_auto
+from toolkit.planning.limits import build_intervals, is_due
 from toolkit.planning.plan import device_spec_of
 from toolkit.planning.resolve import DeviceSpec, ResolvedConfig
 from toolkit.planning.run_args import RunArgs
@@ -38,7 +39,6 @@ from toolkit.training.control_files import SAVE_NOW, STOP, ControlFiles
 from toolkit.training.describe import describe_run
 from toolkit.training.dry_run import report_dry_run
 from toolkit.training.launch import detect_devices, is_alone, launch_run
-from toolkit.training.limits import build_intervals, is_due
 from toolkit.training.rank_consistency import disk_leaders
 from toolkit.training.reference import with_reference
 from toolkit.training.run import Callback, Metrics, Run, callback_states, load_callback_states, overrides

@@ -27,7 +27,7 @@ from toolkit.data.base import Report, State
 from toolkit.distributed import ranks
 from toolkit.errors import GuardError, PeerLostError, join_first
 from toolkit.io.checksums import Checksum, Checksums
-from toolkit.training.limits import Progress
+from toolkit.planning.limits import Progress
 
 
 @dataclass

@@ -24,12 +24,12 @@ from toolkit.distributed import ranks
 from toolkit.distributed.private_lightning import FabricModule
 from toolkit.errors import CallbackError, CommandError, GuardError, UserError
 from toolkit.objectives.base import Objective
+from toolkit.planning.limits import Progress
 from toolkit.training.best_metric import VAL
 from toolkit.training.checkpointer import Checkpointer
 from toolkit.training.data_reader import DataReader
 from toolkit.training.garbage import GarbageCollection
 from toolkit.training.launch import Launch
-from toolkit.training.limits import Progress
 from toolkit.training.step import StepResult
 from toolkit.training.throughput import StepTimes
 from toolkit.training.trace import VALIDATE

@@ -13,11 +13,11 @@ from toolkit.errors import UserError
 from toolkit.measure.flops import flops_per_token
 from toolkit.optim.schedule import Schedule, build_schedule
 from toolkit.planning.frozen import frozen_flag, require_same_vocabulary
+from toolkit.planning.limits import Limits, Progress, build_limits, require_within_limits
 from toolkit.planning.options import require_profiled_steps
 from toolkit.planning.resolve import ResolvedConfig
 from toolkit.training.checkpoint_meta import RunFingerprint, objective_fingerprint, read_callback_states, read_meta
 from toolkit.training.data import with_vocabulary
-from toolkit.training.limits import Limits, Progress, build_limits, require_within_limits
 from toolkit.training.model import ModelSpec, specify_frozen
 from toolkit.training.rank_consistency import require_disjoint_samples, require_same_options, require_same_weights
 

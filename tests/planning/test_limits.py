@@ -5,7 +5,7 @@ import pytest
 
 from toolkit.config import EvalArgs, TrainArgs
 from toolkit.errors import UserError
-from toolkit.training.limits import Intervals, Progress, build_intervals, build_limits, require_within_limits
+from toolkit.planning.limits import Intervals, Progress, build_intervals, build_limits, require_within_limits
 
 
 def limits(**options):
