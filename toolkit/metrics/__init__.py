@@ -5,7 +5,8 @@ A metric is a function ``(answers, references, rows)``:
 - answers: The generated text of each row. A function with an attribute ``needs_log_probs = True`` gets instead, for
   each row, the log-probability in nats of each of the row's ``choices``, given the prompt.
 - references: The answer in the data of each row; None without one.
-- rows: The rows of the data, as dictionaries.
+- rows: The rows as they are in the file, as dictionaries. A function with an attribute ``needs_prompts = True`` gets
+  instead what the model was asked: dictionaries with ``messages``, ``tools`` or None, and ``where``, file and row.
 
 It returns a dictionary. A list with a number for each row gives the mean and its standard error, a number is taken as
 it is. A text after the name in ``--eval.metric NAME:TEXT`` is the function's fourth argument.

@@ -3,21 +3,19 @@
 Each returns one number per row: 1 or 0, between them for ROUGE-L, or any for a reward.
 """
 
-import csv
-import io
 import json
 import os
 import re
 import shlex
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from functools import lru_cache
 from typing import Any
+
+from toolkit.errors import UserError
 
 Rows = Sequence[dict[str, Any]]
 References = Sequence[str | None]
@@ -25,7 +23,7 @@ Scores = dict[str, list[float]]
 
 CHECK_SECONDS = 10.0
 """Time limit of a checker per answer."""
-_ANSWERS = {"output", "completion", "response", "answer", "chosen", "rejected"}  # columns of rows
+_BATCH_SIZE = 8  # of a reward model
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
@@ -147,23 +145,30 @@ def check(answers: Sequence[str], references: References, rows: Rows, command: s
         return {"check": list(pool.map(accepts, zip(answers, references, rows, strict=True)))}
 
 
-def reward(answers: Sequence[str], references: References, rows: Rows, folder: str) -> Scores:
-    """The score of a reward model, a checkpoint folder, for each row with the answer. Computed on the CPU."""
-    with TemporaryDirectory() as scratch:
-        texts = Path(scratch) / "texts.jsonl"
-        answered = (_with_answer(row, answer) for row, answer in zip(rows, answers, strict=True))
-        texts.write_text("".join(json.dumps(row) + "\n" for row in answered))
-        words = ["classify", folder, "--texts", str(texts), "--accelerator", "cpu"]
-        done = subprocess.run([sys.executable, "-m", "toolkit", *words], capture_output=True, text=True)
-    if done.returncode:
-        raise ValueError(done.stderr.strip().rpartition("\n")[2])
-    return {"reward": [float(line["prediction"]) for line in csv.DictReader(io.StringIO(done.stdout))]}
+def reward(answers: Sequence[str], references: References, prompts: Rows, folder: str) -> Scores:
+    """The score of a reward model, a checkpoint folder, for each answer after its prompt. Computed on the CPU."""
+    from toolkit.data.sft.schemas import Record
+
+    scorer = _load_scorer(folder)
+    encodings = [
+        scorer.encode_answer(Record(tuple(prompt["messages"]), None, prompt["where"], prompt["tools"]), answer)
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+    parts = (encodings[i : i + _BATCH_SIZE] for i in range(0, len(encodings), _BATCH_SIZE))
+    return {"reward": [predictions[0] for part in parts for predictions in scorer.predict(part)]}
 
 
-def _with_answer(row: dict[str, Any], answer: str) -> dict[str, Any]:
-    """Return the row with another last answer."""
-    if "messages" not in row:
-        return {name: value for name, value in row.items() if name not in _ANSWERS} | {"completion": answer}
-    *earlier, last = row["messages"]
-    question = earlier if last["role"] == "assistant" else row["messages"]
-    return row | {"messages": [*question, {"role": "assistant", "content": answer}]}
+reward.needs_prompts = True  # type: ignore[attr-defined]
+
+
+@lru_cache(1)
+def _load_scorer(folder: str) -> Any:
+    from toolkit.data.sft.labels import MULTI, SINGLE
+    from toolkit.inference.load import load_checkpoint
+    from toolkit.objectives.text_scorer import TextScorer
+
+    loaded = load_checkpoint(folder, base_checkpoint_dir=None, accelerator="cpu", precision=None, takes_head=True)
+    scorer = TextScorer(loaded)
+    if scorer.config.problem_type in (SINGLE, MULTI):
+        raise UserError(f"checkpoint_dir {folder}: predicts labels, not a number; train one with --head reward")
+    return scorer

@@ -43,6 +43,7 @@ class MetricProcess:
         self._forwarded = run_in_thread(self._forward, daemon=True)
         loaded = self._request({"path": metric.path, "argument": metric.argument})
         self.needs_log_probs: bool = loaded["needs_log_probs"]
+        self.needs_prompts: bool = loaded["needs_prompts"]
 
     def call(
         self, answers: Sequence[Any], references: Sequence[str | None], rows: Sequence[dict[str, Any]]

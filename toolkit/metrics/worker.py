@@ -12,9 +12,11 @@ from itertools import islice
 from threading import Thread
 from typing import Any
 
-from toolkit.errors import one_line
+from toolkit.errors import UserError, one_line
 from toolkit.extension import import_object
 
+NEEDS = ("needs_log_probs", "needs_prompts")
+"""Attributes of functions, see :mod:`toolkit.metrics`."""
 _MAX_NAMES = 100
 _NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
 
@@ -22,9 +24,9 @@ _NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
 def serve() -> None:
     """Read JSON Lines from stdin and write responses to stdout, until stdin closes.
 
-    The first line has the ``path`` of the function and its fourth ``argument``, or None; it is answered with
-    ``needs_log_probs``. Each further line has the other arguments and is answered with ``values``. A line that failed
-    is answered with an ``error``. What the function prints goes to stderr.
+    The first line has the ``path`` of the function and its fourth ``argument``, or None; it is answered with what the
+    function needs. Each further line has the other arguments and is answered with ``values``. A line that failed is
+    answered with an ``error``. What the function prints goes to stderr.
     """
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -35,14 +37,14 @@ def serve() -> None:
             request = json.loads(line)
             if function is None:
                 function, more = _load(**request)
-                response: dict[str, Any] = {"needs_log_probs": bool(getattr(function, "needs_log_probs", False))}
+                response: dict[str, Any] = {name: bool(getattr(function, name, False)) for name in NEEDS}
             else:
                 response = {"values": check_values(function(*request, *more), len(request[0]))}
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a user's function can raise anything, SystemExit too
-            reason = one_line(error)[:500]
-            response = {"error": f"{type(error).__name__}: {reason}" if reason else type(error).__name__}
+            reason, name = one_line(error)[:500], type(error).__name__
+            response = {"error": reason if isinstance(error, UserError) else f"{name}: {reason}" if reason else name}
         sys.stdout.flush()
         print(json.dumps(response), file=output, flush=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from toolkit.data.base import Values
@@ -25,6 +26,7 @@ class Prompt(NamedTuple):
     Args:
         where: File and row.
         row: The row of the data.
+        record: The messages before the answer, and the tools.
         reference: The answer in the data; None without one.
         ids: Token ids that the answer follows.
         choices: For each of the row's ``choices``, the prompt with the choice, whose tokens have loss, without the end
@@ -33,6 +35,7 @@ class Prompt(NamedTuple):
 
     where: str
     row: Values
+    record: Record
     reference: str | None
     ids: list[int]
     choices: list[Encoding]
@@ -99,7 +102,8 @@ def _make_prompt(row: Any, where: str, columns: Columns, template: ChatTemplate,
             ended, mask = _encode(template, [*messages, _PLACEHOLDER | {"content": text}], record)
             end = next((i for i in range(mask.index(True), len(ended)) if ended[i] in template.stop_ids), len(ended))
             choices.append(Encoding(ended[:end], mask[:end]))
-    return Prompt(where, row, reference, ids[: loss_mask.index(True)], choices)
+    question = replace(record, messages=tuple(messages))
+    return Prompt(where, row, question, reference, ids[: loss_mask.index(True)], choices)
 
 
 def _read_record(row: Any, where: str, columns: Columns) -> tuple[Record, bool]:

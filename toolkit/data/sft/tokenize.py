@@ -219,7 +219,7 @@ def _tokenize(config: SFTConfig, records: list[Record], source: int, number: int
         counts.too_long += 1
         return []
     if is_preference:
-        pieces = _cut_prompts(encodings, limit, config.tokenizer.bos_id, counts) if is_long else encodings
+        pieces = cut_prompts(encodings, limit, config.tokenizer.bos_id, counts) if is_long else encodings
         trained = [] if _are_equal(pieces) or not all(map(_is_trained, pieces)) else pieces
     elif config.is_scored:
         pieces = trained = [Encoding(encodings[0].ids[:limit], encodings[0].loss_mask[:limit])]
@@ -260,7 +260,7 @@ def _is_trained(encoding: Encoding) -> bool:
     return any(encoding.loss_mask[1:])
 
 
-def _cut_prompts(pieces: list[Encoding], limit: int, bos: int | None, counts: Counts) -> list[Encoding]:
+def cut_prompts(pieces: list[Encoding], limit: int, bos: int | None, counts: Counts) -> list[Encoding]:
     """Cut completions with their prompt to ``limit`` tokens: the prompt from the left, then completions from the right.
 
     The token bos and at least one token of the prompt stay.
@@ -287,7 +287,7 @@ def tokenize_record(record: Record, config: SFTConfig) -> Encoding:
     try:
         return config.template.encode(record.messages, config.train_on, record.tools)
     except UserError as error:
-        raise UserError(f"{record.where}: {error}") from error
+        raise type(error)(f"{record.where}: {error}") from error
 
 
 def _fit_to_row(encoding: Encoding, limit: int, split: bool) -> Iterator[Encoding]:

@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
+from threading import Timer
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ from toolkit.ui.loggers import COLUMNS
 ANSWERS = "logs/answers.jsonl"
 """The answers of the last validation, one JSON object per line."""
 _TRIAL_ROWS = 2
+_SLOW_START_S = 5.0
 _GRAPH_SHARE = 0.25  # of a device's memory that must be free for a CUDA graph
 
 
@@ -162,7 +164,8 @@ def make_answer_metrics(launch: Launch, stack: ExitStack) -> list[AnswerMetrics]
     if tokenizer is None:
         raise UserError(f"--eval.metric {launch.args.eval.metric}: needs a tokenizer; specify --tokenizer_dir")
     processes: list[MetricProcess] = []
-    setup = ranks.result_of_rank0(lambda: _set_up(launch, tokenizer, processes, stack))
+    reporter = ranks.WaitReporter("start --eval.metric", launch.display.message)
+    setup = ranks.result_of_rank0(lambda: _set_up(launch, tokenizer, processes, stack), reporter)
     return [AnswerMetrics(setup, processes, tokenizer)]
 
 
@@ -189,16 +192,29 @@ def _set_up(launch: Launch, tokenizer: Tokenizer, processes: list[MetricProcess]
     for process in processes:
         trial = short[:_TRIAL_ROWS]
         answers = [[0.0] * len(p.choices) if process.needs_log_probs else p.reference or "" for p in trial]
-        for name in summarize(_call(process, trial, answers)):
+        entry = f"--eval.metric {process.metric.entry}"
+        launch.display.phase(f"starting {entry}")
+        slow = Timer(
+            _SLOW_START_S, launch.display.message, [f"starting {entry}: it may load a model, which takes time"]
+        )
+        slow.start()
+        try:
+            values = _call(process, trial, answers)
+        finally:
+            slow.cancel()
+        for name in summarize(values):
             if (column := f"{VAL}{name}") in [*names, *COLUMNS] or name.startswith("loss"):
-                raise UserError(f"--eval.metric {process.metric.entry}: {name} is also another metric; rename it")
+                raise UserError(f"{entry}: {name} is also another metric; rename it")
             names.append(column)
     eos_ids = list(dict.fromkeys([*template.stop_ids, *stop_tokens(tokenizer)]))
     return MetricSetup(short, eos_ids, tuple(names), False in needs, True in needs)
 
 
 def _call(process: MetricProcess, prompts: Sequence[Prompt], answers: Sequence[Any]) -> dict[str, Any]:
-    return process.call(answers, [prompt.reference for prompt in prompts], [prompt.row for prompt in prompts])
+    rows = [prompt.row for prompt in prompts]
+    if process.needs_prompts:
+        rows = [{"messages": p.record.messages, "tools": p.record.tools, "where": p.where} for p in prompts]
+    return process.call(answers, [prompt.reference for prompt in prompts], rows)
 
 
 def _has_room(device: torch.device) -> bool:
