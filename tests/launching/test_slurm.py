@@ -1,6 +1,8 @@
 """The batch script of `toolkit launch slurm`: what it requests, starts, and does with each exit code."""
 
 import os
+import re
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -16,6 +18,16 @@ def script(tmp_path_factory) -> Path:
     options = ["--shared_dir", "/shared", "--time", "2-00:00:00", "--secrets", "HF_TOKEN", "--out", str(file)]
     assert main(["launch", "slurm", *options, "--", *run, "--train.max_steps", "3"]) == 0
     return file
+
+
+def test_script_to_copy_is_what_launch_writes(capsys, monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[2])
+    recipe = Path("config_hub/pretrain/llama-2-7b-multi-node.yaml")
+    command = re.search(r"^# toolkit (launch slurm .*)$", recipe.read_text(), re.M)[1]
+    assert main(shlex.split(command)) == 0
+    written = capsys.readouterr().out
+    assert written == recipe.with_suffix(".sbatch").read_text(), f"toolkit {command} > {recipe.with_suffix('.sbatch')}"
+    assert "\nsrun toolkit pretrain" in written
 
 
 def run_sbatch(script: Path, tmp_path: Path, code: int, *arguments: str, **variables: str):
