@@ -153,7 +153,7 @@ def test_run_with_one_of_everything_is_recorded_and_repeats(tmp_path, capsys):
     assert main(["pretrain", "letter-llama", "--extensions", "letters", *RUN, "--out_dir", "a"]) == 0
     shown = capsys.readouterr()
     assert "compiling 1 blocks" in shown.out and "point 2: loss 4." in shown.out
-    assert "extensions of the run: ['letters']" in shown.out
+    assert "Compiler: printing\n" in shown.out and "extensions of the run: ['letters']" in shown.out
     rows = read_metrics("a/logs/metrics.csv")
     assert all(row["half_loss"] == row["loss"] / 2 for row in rows)
     final = tmp_path / "a" / "final"

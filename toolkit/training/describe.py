@@ -44,8 +44,8 @@ def describe_run(launch: Launch, reader: DataReader) -> Iterator[str]:
         yield f"FSDP units: {describe_units(units, config.fsdp)}"
     if config.fsdp.cpu_offload and config.device == "cpu":
         yield "note: --fsdp.cpu_offload true has no effect on a CPU, because weights are already in CPU memory"
-    if (reason := config.reasons.get("compiler")) is not None:
-        yield f"Compiler: {args.compiler} ({reason})"
+    if (reason := config.reasons.get("compiler")) is not None or args.compiler != "none":
+        yield f"Compiler: {args.compiler}{f' ({reason})' if reason else ''}"
     if (mode := args.train.activation_checkpointing) != "none":
         yield f"Activation checkpointing: {mode}"
     if args.train.fp8 != "none" and (model := state.model.meta_model) is not None:
