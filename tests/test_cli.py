@@ -259,7 +259,7 @@ def test_simple_mistakes_are_reported_without_importing_torch(tmp_path):
         "pretrain --initial_checkpoint_dir no": "checkpoint_dir no: no such folder",
         "finetune_lora no --data Alpaca": "checkpoint_dir no: no such folder",
         "finetune_lora Org/Model": "run `toolkit download Org/Model`",
-        f"finetune_lora {base}": "--data.json_path: must be set",
+        f"finetune_lora {base}": f"--data.json_path: must be set: `toolkit finetune_lora {base} --data JSON --data.",
         f"finetune_lora {base} --data Alpaca --lora_r 0": "--lora_r 0: must be greater than zero",
         "pretrain --optimizer.in_backward true": "--optimizer.in_backward true is not supported with",
         "pretrain --fsdp.state_dict_type local": "one of full, sharded; use sharded",

@@ -29,7 +29,7 @@ def setup(options: EvaluateOptions) -> None:
     if not has_tasks or not is_hf_folder(options.checkpoint_dir):
         find_checkpoint_dir(options.checkpoint_dir)  # before PyTorch is imported
     if has_data:
-        check_files(options.data)
+        check_files(options.data, f"toolkit evaluate {options.checkpoint_dir}")
 
     from toolkit.training.evaluate import evaluate, evaluate_tasks, open_checkpoint
 

@@ -78,7 +78,8 @@ def check_start(args: RunArgs, *, writes: bool = True) -> None:
     if is_launched():
         return
     check_metrics(args.eval)
-    check_files(data)
+    quantize = "" if args.quantize is None else f" --quantize {args.quantize}"
+    check_files(data, f"toolkit {args.command} {args.initial_checkpoint_dir}{quantize}")
     if writes and isinstance(args.resume, str) and is_url(args.resume):
         Storage(args.resume, "--resume")  # checks that the file system's package is installed
     elif writes and not is_url(args.out_dir):
@@ -132,15 +133,16 @@ def _check_callbacks(callbacks: object) -> None:
             raise UserError(f"--callbacks {path}: no such class in the current folder or an installed package")
 
 
-def check_files(data: DataModule) -> None:
-    """Check the paths of a data module from toolkit or an extension."""
+def check_files(data: DataModule, command: str) -> None:
+    """Check the paths of a data module from toolkit or an extension. ``command`` is for a message."""
     if type(data) not in classes_of(DataModule).values():
         return
     if getattr(data, "prompt_style", None):
         require_style(data.prompt_style)  # type: ignore[attr-defined]
     for name, value in vars(data).items():
         if name == "json_path" and not value and not getattr(data, "repo_id", None):
-            raise UserError("--data.json_path: must be set to a JSON or JSONL file")  # finetuning has this default
+            own, public = (f"`{command} --data {words}`" for words in ("JSON --data.json_path FILE", "Alpaca2k"))
+            raise UserError(f"--data.json_path: must be set: {own}, or {public} for a first try")
         if not name.endswith("_path") or not value or name in getattr(data, "takes_urls", ()):
             continue  # URLs are checked when they are listed
         path = Path(value).expanduser()
