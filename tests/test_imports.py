@@ -39,7 +39,7 @@ LAYERS = [
     {"reporting"},
     {"training"},
     {"diagnostics"},
-    {"api", "commands"},
+    {"api", "commands", "model"},
     {"cli", "__main__"},
 ]
 LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in packages}

@@ -1,5 +1,7 @@
 """`toolkit.Trainer`: the arguments of `toolkit.train` one by one, and OpenLanguageModel's trainers' arguments."""
 
+import types
+
 import pytest
 import torch
 from helpers.cases import check_each
@@ -77,6 +79,13 @@ def test_every_name_has_its_meaning():
          {"train": {"epochs": 2, "log_interval": 5, "min_lr": 0.0}}),
         ({"grad_accum_steps": 4, "devices": 2, "accelerator": "cpu", "dataset": DataLoader(ROWS, batch_size=3)},
          {"train": {"micro_batch_size": 3, "global_batch_size": 24}}),
+        # without grad_accum_steps there is no accumulation
+        ({"batch_size": 2, "devices": 2, "accelerator": "cpu"},
+         {"train": {"micro_batch_size": 2, "global_batch_size": 4}}),
+        ({"dataset": DataLoader(ROWS, batch_size=8), **RUN},
+         {"train": {"micro_batch_size": 8, "global_batch_size": 8}}),
+        ({"batch_size": 2, "train": {"global_batch_size": 8}, **RUN},
+         {"train": {"micro_batch_size": 2, "global_batch_size": 8}}),
     ]  # fmt: skip
 
     def check(options: dict, expected: dict) -> None:
@@ -89,11 +98,11 @@ def test_every_name_has_its_meaning():
 def test_names_of_other_libraries_are_answered():
     with pytest.raises(UserError, match="^strategy FSDPStrategy: give a name, such as 'fsdp'"):
         toolkit.train("pico-llama", ROWS, strategy=FSDPStrategy())
-    assert not any(hasattr(toolkit, name) for name in ("AutoTrainer", "save_checkpoint", "nothing"))  # never raises
-    with pytest.raises(AttributeError, match="use toolkit.Trainer, whose strategy"):
-        toolkit.AutoTrainer  # noqa: B018
-    for kind, strategy in ((toolkit.DDPTrainer, "ddp"), (toolkit.FSDPTrainer, "fsdp")):
-        assert kind(nn.Linear(2, 2), ROWS).arguments()["strategy"] == strategy
+    assert not hasattr(toolkit, "nothing")
+    for kind, strategy in (
+        (toolkit.DDPTrainer, "ddp"), (toolkit.FSDPTrainer, "fsdp"), (toolkit.AutoTrainer, "auto")
+    ):  # fmt: skip
+        assert kind(nn.Linear(2, 2), ROWS).arguments().get("strategy", "auto") == strategy
     with pytest.raises(UserError, match="^HFTokenizer gpt2: no such folder or file; .*toolkit download"):
         toolkit.HFTokenizer("gpt2")
     for trainer in (toolkit.Trainer(nn.Linear(2, 2), ROWS), object.__new__(Run)):
@@ -124,6 +133,30 @@ def test_names_of_other_libraries_are_answered():
     ):
         with pytest.raises(UserError, match=text):
             check_start(run_args(**parse("pretrain", pretrain.setup, ("model_name",), words.split())))
+
+
+def test_imports_of_guides(capsys):
+    from toolkit import AutoTrainer, DataLoader, FineWebEduDataset, get_backend, print_rank_0
+    from toolkit.model import Block
+
+    print_rank_0("step", 3)
+    assert capsys.readouterr().out == "step 3\n"
+    assert issubclass(AutoTrainer, toolkit.Trainer) and Block is toolkit.models.block.Block
+    loader = DataLoader(ROWS, batch_size=4, num_workers=0, distributed=True)
+    assert (loader.sampler.num_replicas, loader.sampler.rank, loader.sampler.shuffle) == (1, 0, True)
+    assert AutoTrainer(nn.Linear(2, 2), loader, **RUN).arguments()["train"]["global_batch_size"] == 4
+    with pytest.raises(UserError, match="^DataLoader SyntheticTokens: give it to the Trainer itself"):
+        DataLoader(toolkit.data.SyntheticTokens(), batch_size=4)
+    for use, hint in (
+        (lambda: get_backend(), "toolkit chooses nccl or gloo"),
+        (lambda: FineWebEduDataset("tokenizer", streaming=True), "use toolkit.data.HuggingFaceText"),
+        (lambda: types.new_class("Mine", (toolkit.GPT2,)), 'use model="gpt2"'),
+        (lambda: isinstance(loader, toolkit.GPT2), 'use model="gpt2"'),
+        (lambda: toolkit.GPT2.from_pretrained("gpt2"), 'use model="gpt2"'),
+        (lambda: toolkit.save_checkpoint("x"), "in a callback use trainer.save"),
+    ):
+        with pytest.raises(UserError, match=f"^toolkit.*: does not exist; .*{hint}"):
+            use()
 
 
 def test_names_that_are_unknown_or_given_twice():

@@ -10,10 +10,21 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from toolkit.deferred import PACKAGES, defer
+from toolkit.errors import MissingName
 from toolkit.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from toolkit.api import DDPTrainer, FSDPTrainer, HFTokenizer, TrainResult, finetune, generate, load, train
+    from toolkit.api import (
+        AutoTrainer,
+        DDPTrainer,
+        FSDPTrainer,
+        HFTokenizer,
+        TrainResult,
+        finetune,
+        generate,
+        load,
+        train,
+    )
     from toolkit.distributed.ranks import barrier, rank_print
     from toolkit.distributed.script import (
         all_gather,
@@ -25,6 +36,7 @@ if TYPE_CHECKING:
         get_world_size,
         is_main_process,
         main_process_only,
+        print_rank_0,
         setup_distributed,
     )
     from toolkit.distributed.shards import shard_of
@@ -33,12 +45,13 @@ if TYPE_CHECKING:
     from toolkit.training.memory_stats import memory_stats
     from toolkit.training.run import Callback
     from toolkit.training.trainer import Trainer
+    from toolkit.training.trainer_names import DataLoader
 
 __all__ = [
-    "Callback", "DDPTrainer", "FSDPTrainer", "GPT", "HFTokenizer", "ModelConfig", "TrainResult", "Trainer",
-    "all_gather", "all_reduce", "barrier", "broadcast", "cleanup_distributed", "finetune", "generate", "get_local_rank",
-    "get_rank", "get_world_size", "is_main_process", "load", "main_process_only", "memory_stats", "rank_print",
-    "setup_distributed", "shard_of", "train",
+    "AutoTrainer", "Callback", "DDPTrainer", "DataLoader", "FSDPTrainer", "GPT", "HFTokenizer", "ModelConfig",
+    "TrainResult", "Trainer", "all_gather", "all_reduce", "barrier", "broadcast", "cleanup_distributed", "finetune",
+    "generate", "get_local_rank", "get_rank", "get_world_size", "is_main_process", "load", "main_process_only",
+    "memory_stats", "print_rank_0", "rank_print", "setup_distributed", "shard_of", "train",
 ]  # fmt: skip
 
 defer(PACKAGES)
@@ -54,6 +67,7 @@ if sys.platform == "linux" and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # t
 
 _HOMES = {
     "Callback": "toolkit.training.run",
+    "DataLoader": "toolkit.training.trainer_names",
     "GPT": "toolkit.models.gpt",
     "ModelConfig": "toolkit.models.config",
     "Trainer": "toolkit.training.trainer",
@@ -64,23 +78,26 @@ _HOMES = {
 } | dict.fromkeys(
     (
         "all_gather", "all_reduce", "broadcast", "cleanup_distributed", "get_local_rank", "get_rank", "get_world_size",
-        "is_main_process", "main_process_only", "setup_distributed",
+        "is_main_process", "main_process_only", "print_rank_0", "setup_distributed",
     ),
     "toolkit.distributed.script",
 )  # fmt: skip
 
 
 _ELSEWHERE = {
-    "AutoTrainer": 'use toolkit.Trainer, whose strategy is "auto"',
+    "FineWebEduDataset": 'use toolkit.data.HuggingFaceText(repo_id="HuggingFaceFW/fineweb-edu", subset=...)',
+    "GPT2": 'use model="gpt2", or toolkit.GPT with a toolkit.ModelConfig',
+    "get_backend": "toolkit chooses nccl or gloo; torch.distributed.get_backend() returns it",
     "save_checkpoint": "a run saves automatically; in a callback use trainer.save(name); fsdp={'state_dict_type': ...}",
 }
 """Names of other libraries, and what to use here."""
 
 
 def __getattr__(name: str) -> Any:
+    if name in _ELSEWHERE:
+        return MissingName(f"toolkit.{name}", _ELSEWHERE[name])
     if name not in __all__:
-        hint = _ELSEWHERE.get(name) or f"it offers {', '.join(__all__)}"
-        raise AttributeError(f"module 'toolkit' has no attribute {name!r}; {hint}")
+        raise AttributeError(f"module 'toolkit' has no attribute {name!r}; it offers {', '.join(__all__)}")
     return getattr(importlib.import_module(_HOMES.get(name, "toolkit.api")), name)
 
 

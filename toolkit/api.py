@@ -28,6 +28,10 @@ from toolkit.training.trainer import Trainer
 _DTYPES = DTYPES | {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 
 
+class AutoTrainer(Trainer):
+    """:class:`Trainer`, whose strategy is "auto", under OpenLanguageModel's name."""
+
+
 class DDPTrainer(Trainer):
     """:class:`Trainer` with ``strategy="ddp"``, under OpenLanguageModel's name."""
 

@@ -5,6 +5,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NoReturn
 
 
 class CommandError(Exception):
@@ -17,6 +18,23 @@ class UserError(CommandError, ValueError):
     """A user error. The message is one line: the flag or file, its value, and the fix."""
 
     exit_code = 2
+
+
+class MissingName:
+    """A name that a package lacks. Using it raises UserError with ``hint``; importing it would hide the reason."""
+
+    def __init__(self, name: str, hint: str) -> None:
+        self._message = f"{name}: does not exist; {hint}"
+
+    def _raise(self, *args: object, **options: object) -> NoReturn:
+        raise UserError(self._message)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # of Python, such as __wrapped__
+            raise AttributeError(name)
+        self._raise()
+
+    __call__ = __getitem__ = __iter__ = __mro_entries__ = __instancecheck__ = __subclasscheck__ = _raise
 
 
 class GuardError(CommandError, RuntimeError):

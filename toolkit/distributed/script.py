@@ -113,6 +113,12 @@ def broadcast(tensor: Tensor, src: int = 0) -> Tensor:
     return tensor
 
 
+def print_rank_0(*message: object) -> None:
+    """Print a message in the first process, under OpenLanguageModel's name."""
+    if is_main_process():
+        print(*message, flush=True)
+
+
 def main_process_only(function: Callable[P, T]) -> Callable[P, T | None]:
     """Decorate a function to run only on rank 0. On other ranks it returns None."""
 

@@ -29,7 +29,8 @@ class Trainer:
 
     Args:
         model: See :func:`toolkit.train`.
-        dataset: See :func:`toolkit.train`. With ``grad_accum_steps``, a DataLoader determines the micro-batch size.
+        dataset: See :func:`toolkit.train`. A DataLoader determines the micro-batch size. With one, or with
+            ``batch_size``, the global batch is micro-batch size x devices x ``grad_accum_steps``, 1 by default.
         val_dataset: Validation dataset.
         preset: "balanced", "memory" or "speed", see ``--preset``.
         strategy: "auto", "single", "ddp" or "fsdp".

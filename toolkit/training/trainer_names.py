@@ -7,15 +7,29 @@ from dataclasses import fields
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils import data as torch_data
 
 from toolkit.config import AUTO, PRETRAIN, DDPArgs, FSDPArgs, TrainArgs, none_if_auto
 from toolkit.config.command import CommandOptions, as_mapping
 from toolkit.config.other_tools import suggest_option
+from toolkit.data.base import DataModule
 from toolkit.distributed import script
 from toolkit.distributed.world import count_processes
 from toolkit.errors import UserError, did_you_mean
 from toolkit.planning.training_options import PretrainOptions
+
+
+class DataLoader(torch_data.DataLoader):
+    """torch's DataLoader with OpenLanguageModel's ``distributed``: a DistributedSampler of torchrun's ranks."""
+
+    def __init__(self, dataset: Any, batch_size: int = 1, *, distributed: bool = False, **options: Any) -> None:
+        if isinstance(dataset, DataModule):
+            raise UserError(f"DataLoader {type(dataset).__name__}: give it to the Trainer itself, with batch_size=...")
+        if distributed and not isinstance(dataset, torch_data.IterableDataset):
+            shuffle, size, rank = options.pop("shuffle", True), script.get_world_size(), script.get_rank()
+            options["sampler"] = torch_data.DistributedSampler(dataset, size, rank, shuffle)
+        super().__init__(dataset, batch_size, **options)
+
 
 PYTHON_OBJECTS = (
     "model", "dataset", "val_dataset", "optimizer", "block_classes", "num_workers", "allow_duplicate_data",
@@ -93,8 +107,12 @@ def translate(arguments: dict[str, Any]) -> dict[str, Any]:
             hint = suggest_option(name, command.options(), lambda option: option.rpartition(".")[2])
             hint = hint or did_you_mean(name, [*names, *_RENAMED, *_CONVERTED, "grad_accum_steps"])
             raise UserError(f"{name}: no such argument{hint or '; see toolkit.Trainer'}")
-    if "grad_accum_steps" in arguments:
-        _set_global_batch_size(options, arguments["grad_accum_steps"], arguments["dataset"])
+    accumulation = arguments.get("grad_accum_steps")
+    is_ported = "batch_size" in arguments or isinstance(arguments["dataset"], torch_data.DataLoader)
+    if accumulation is None and is_ported and "global_batch_size" not in as_mapping("train", options.get("train", {})):
+        accumulation = 1  # OpenLanguageModel's default
+    if accumulation is not None:
+        _set_global_batch_size(options, accumulation, arguments["dataset"])
     return options
 
 
@@ -114,7 +132,7 @@ def _set(options: dict[str, Any], option: str, value: Any, name: str) -> None:
 def _set_global_batch_size(options: dict[str, Any], accumulation: int, dataset: Any) -> None:
     """Set the global batch size to micro-batch size x processes x ``accumulation``."""
     train = dict(as_mapping("train", options.get("train", {})))
-    if "micro_batch_size" not in train and isinstance(dataset, DataLoader):
+    if "micro_batch_size" not in train and isinstance(dataset, torch_data.DataLoader):
         train["micro_batch_size"] = dataset.batch_size
     micro = none_if_auto(train.get("micro_batch_size") or AUTO) or PRETRAIN.micro_batch_size
     options["train"] = train | {"micro_batch_size": micro}

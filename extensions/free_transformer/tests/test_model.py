@@ -15,6 +15,7 @@ from toolkit.errors import UserError
 from toolkit.inference.batcher import Batcher, Request
 from toolkit.inference.generate import generate
 from toolkit.inference.sampling import Sampling
+from toolkit.models.block import Block
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import family_of, get_config
 from toolkit.models.gpt import GPT, build_model
@@ -173,6 +174,14 @@ def test_iwae_falls_with_k_from_the_elbo():
     torch.nn.init.zeros_(nothing.latent.weight)
     exact = F.cross_entropy(nothing(IDS).mT, LABELS, reduction="sum")
     torch.testing.assert_close(iwae(nothing, IDS, LABELS, 3).sum(), exact, rtol=1e-5, atol=1e-4)
+
+
+def test_names_of_the_guide():
+    from toolkit_free_transformer import DecoderBlock, ModelConfig
+
+    assert DecoderBlock is Block
+    with pytest.raises(UserError, match=r"ModelConfig: does not exist; use get_config\(.free-transformer-tiny"):
+        ModelConfig(vocab_size=3, hidden_dim=4)
 
 
 def test_options_are_checked():
