@@ -6,11 +6,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from helpers.rows import to_record
 
 from toolkit.data.chat import sandbox_process
 from toolkit.data.chat.renderer import TRAINING_DATE
 from toolkit.data.chat.template import ChatTemplate, encode_text, prompt_styles
-from toolkit.data.sft.schemas import to_record
 from toolkit.data.tokenizer import Tokenizer, train_bpe
 from toolkit.errors import UserError
 

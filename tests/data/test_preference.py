@@ -8,7 +8,7 @@ from helpers.chatml import CHATML
 
 from toolkit.data import JSON, Preference
 from toolkit.data.sft.messages import EmptyAnswerError
-from toolkit.data.sft.schemas import EqualAnswersError, to_completions
+from toolkit.data.sft.schemas import EqualAnswersError, parse_row
 from toolkit.errors import UserError
 
 USER, GOOD, BAD = ({"role": r, "content": c} for r, c in (("user", "q"), ("assistant", "good"), ("assistant", "bad")))
@@ -134,12 +134,12 @@ MISTAKES = {
 def test_mistakes_in_rows_are_one_line():
     for message, row in MISTAKES.items():
         with pytest.raises(UserError, match=f"^file line 7: .*{message}") as error:
-            to_completions(row, "file line 7", None, False)
+            parse_row(row, "file line 7", kind="pairs")
         assert "\n" not in str(error.value)
         assert isinstance(error.value, EmptyAnswerError) == ("empty answer" in message or "equal" in message)
         assert isinstance(error.value, EqualAnswersError) == ("equal" in message)
     with pytest.raises(UserError, match="label 'maybe': must be true"):
-        to_completions({"prompt": "q", "completion": "a", "label": "maybe"}, "row 1", None, True)
+        parse_row({"prompt": "q", "completion": "a", "label": "maybe"}, "row 1", kind="rated")
 
 
 def test_mistakes_in_options_and_templates_are_one_line(prepare, tokenizer, tmp_path):

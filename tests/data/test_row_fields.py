@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from helpers.cases import check_each
 from helpers.chatml import CHATML
+from helpers.rows import to_record
 
 from toolkit.data import JSON, Preference
 from toolkit.data.chat.template import ChatTemplate
-from toolkit.data.sft.schemas import to_record
 from toolkit.errors import UserError
 
 PUBLISHED = Path(__file__).parent / "templates"

@@ -6,6 +6,7 @@ import os
 import time
 
 import pytest
+from helpers.rows import to_record
 
 from toolkit.data.sft.datasets import HubRows
 from toolkit.data.sft.messages import EmptyAnswerError
@@ -17,7 +18,7 @@ from toolkit.data.sft.readers import (
     describe_row,
     find_splits,
 )
-from toolkit.data.sft.schemas import require_columns, to_record
+from toolkit.data.sft.schemas import require_columns
 from toolkit.errors import UserError
 from toolkit.io.safe_parse import MAX_ROW
 

@@ -10,7 +10,7 @@ from toolkit.cli.parser import parse
 from toolkit.commands import pretrain
 from toolkit.data import LitData
 from toolkit.data.sft.readers import KINDS, describe_row, find_splits
-from toolkit.data.sft.schemas import to_completions, to_record
+from toolkit.data.sft.schemas import parse_row
 from toolkit.data.streamed.files import list_path
 from toolkit.data.streamed.segments import BrokenFileError, plan_segments, read_part
 from toolkit.data.tokens.store import BlockDataset, TokenStore, TokenWriter
@@ -109,9 +109,9 @@ def read_rows(folder: Path) -> None:
             splits = read_prompts(str(path)) if path.stem == "prompts" else find_splits(str(path), "--data.path", KINDS)
             for source in () if path.stem == "prompts" else [*splits.train, *(splits.val or ())]:
                 for number, row in source.rows():
-                    for parse in (to_record, lambda row, where: to_completions(row, where, None, rated=True)):
+                    for kind in ("answers", "rated", "labeled", "prompt"):
                         try:
-                            parse(row, describe_row(source, number))
+                            parse_row(row, describe_row(source, number), kind=kind)
                         except UserError:
                             continue
         except UserError:

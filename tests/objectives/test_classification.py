@@ -197,7 +197,7 @@ def test_mistakes_in_labels_are_one_line():
     check_each(check, [
         (["a", "a", "a"], {}, "all rows have the same label"),
         (["a", None, "b"], {}, "line 2: has an empty label"),
-        (["a"], {"label_column": "kind"}, "line 1: has no kind; it has text, label; see --data.label_column"),
+        (["a"], {"label_column": "kind"}, "line 1: has no column kind (--data.label_column); it has text, label"),
         (["a", float("nan"), "b"], {}, "line 2: label nan: must be"),
         (["a", "NaN", "b"], {}, "line 2: label 'NaN': must be text, a number"),
         (["a", {}, "b"], {}, "line 2: label {}: must be"),

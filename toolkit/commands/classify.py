@@ -9,9 +9,9 @@ from typing import Any, Literal
 from jsonargparse.typing import PositiveInt
 
 from toolkit.config import Accelerator
-from toolkit.data.sft.labels import MULTI, SINGLE, Labeling
+from toolkit.data.sft.labels import MULTI, SINGLE
 from toolkit.data.sft.readers import KINDS, RowFile, describe_row, find_splits
-from toolkit.data.sft.schemas import to_record
+from toolkit.data.sft.schemas import parse_row
 from toolkit.errors import UserError, require_option
 
 
@@ -62,17 +62,19 @@ def setup(
         takes_head=True,
     )
     scorer = TextScorer(loaded)
-    config, labeling = scorer.config, Labeling(text_column, text_pair_column)
-    is_reward = scorer.is_reward and text_column is None
+    config, is_reward = scorer.config, scorer.is_reward and text_column is None
+    named = {"text": text_column, "text_pair": text_pair_column}
+    mapped = {name: column for name, column in named.items() if column is not None}
     rows, encodings = [], []
     for number, row in source.rows():  # check all before the first is printed
         where = describe_row(source, number)
         try:
-            record = to_record(row, where) if is_reward else labeling.parse(row, where, needs_label=False)
+            (record,) = parse_row(row, where, mapped, "answers" if is_reward else "unlabeled")
         except UserError as error:
-            reason, _, fix = str(error).partition("; ")
-            if "--" in fix:  # an option of training
-                fix = "give a text, messages, or a prompt with its completion; see --text_column"
+            reason, _, fix = str(error).rpartition("; ")
+            if "--data" not in fix:
+                raise
+            fix = "give a text, messages, or a prompt with its completion; see --text_column"
             raise UserError(f"{reason}; {fix}") from error
         rows.append(row)
         encodings.append(scorer.encode(record))

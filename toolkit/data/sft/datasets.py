@@ -20,7 +20,7 @@ from toolkit.data.base import (
     require_val_fraction,
 )
 from toolkit.data.sft.readers import CSV_KINDS, JSON_KINDS, KINDS, PARQUET_KINDS, HubRows, Splits, find_splits
-from toolkit.data.sft.schemas import require_columns
+from toolkit.data.sft.schemas import known_columns, require_columns
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError, one_line, require_package
 
@@ -124,8 +124,7 @@ def prepare_rows(
         if data.prompt_style is not None or data.chat_template is not None:
             raise
         no_template = error  # plain text needs no template
-        row = splits.first_row()
-        if isinstance(row, dict) and {"instruction", "output"} <= row.keys():
+        if {"instruction", "output"} <= known_columns(splits.first_row(), options.get("columns")).keys():
             template = ChatTemplate.from_tokenizer(tokenizer, "alpaca")
             report("Data: the model has no chat template; rows with instruction and output use alpaca's")
     config = SFTConfig(
@@ -303,8 +302,7 @@ class Preference(InstructionData):
         """See :meth:`InstructionData.prepare`. Without a kind, rows with a label are rated, and others pairs."""
         if kind == "answers":
             _, splits = self.find_rows()
-            row = splits.first_row()
-            kind = "rated" if isinstance(row, dict) and "label" in row else "pairs"
+            kind = "rated" if "label" in known_columns(splits.first_row(), self.columns) else "pairs"
         return super().prepare(tokenizer=tokenizer, kind=kind, **options)
 
 

@@ -6,19 +6,11 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from toolkit.data.base import LabelSet
-from toolkit.data.sft.messages import (
-    EmptyAnswerError,
-    describe_columns,
-    describe_type,
-    parse_conversation,
-    require_string,
-    require_unicode,
-)
-from toolkit.data.sft.schemas import CONVERSATION, Record, as_number
+from toolkit.data.sft.schemas import Record, as_number, parse_row
 from toolkit.errors import UserError, join_first
 from toolkit.models.config_checks import ProblemType
 
@@ -45,36 +37,20 @@ class Labeling:
     class_weights: ClassWeights = None
     model_labels: LabelSet | None = None
 
-    def parse(self, row: Any, where: str, needs_label: bool = True) -> Record:
+    @property
+    def columns(self) -> dict[str, str]:
+        """The columns of rows by known name."""
+        names = {"text": self.text_column, "text_pair": self.text_pair_column, "label": self.label_column}
+        return {name: column for name, column in names.items() if column is not None}
+
+    def parse(self, row: Any, where: str) -> Record:
         """Parse a row into a record.
 
         Raises:
-            EmptyAnswerError: The text is empty.
+            EmptyAnswerError: The text or the label is empty.
         """
-        if not isinstance(row, dict):
-            raise UserError(f"{where}: is {describe_type(row)}, not an object with a text and a label")
-        texts = (self.text_column,) if self.text_column else ("text", *CONVERSATION)
-        column = next((name for name in texts if name in row), texts[0])
-        required = {"text_column": column, "text_pair_column": self.text_pair_column}
-        required |= {"label_column": self.label_column} if needs_label else {}
-        for option, name in required.items():
-            if name is None:
-                continue
-            if name not in row:
-                raise UserError(f"{where}: has no {name}; {describe_columns(row)}; see --data.{option}")
-            if row[name] is None or not str(row[name]).strip():
-                raise EmptyAnswerError(f"{where}: has an empty {name}; fix or remove this row")
-        require_unicode(row, where)
-        label = self._read_label(row[self.label_column], where) if needs_label else None
-        if isinstance(row[column], list) or column in CONVERSATION:
-            if self.text_pair_column is not None:
-                raise UserError(
-                    f"{where}: {column} is a conversation, which has no pair; remove --data.text_pair_column"
-                )
-            return Record(parse_conversation(row[column], f"{where}: {column}"), None, where, label=label)
-        columns = [column, *filter(None, [self.text_pair_column])]
-        text = "\n".join(require_string(row[name], f"{where}: {name}") for name in columns)
-        return Record(None, text, where, has_eos=False, label=label)
+        (record,) = parse_row(row, where, self.columns, "labeled")
+        return replace(record, label=self._read_label(record.label, where))
 
     def _read_label(self, value: Any, where: str) -> Any:
         """Check a label. In CSV, a list is JSON."""

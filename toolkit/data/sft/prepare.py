@@ -26,7 +26,7 @@ from toolkit.data.tokens.store import TokenStore, TokenWriter, token_dtype
 from toolkit.errors import UserError, join_first
 from toolkit.models.labels import IGNORE_INDEX
 
-CODE_VERSION = 8  # increment if the same rows and options produce different tokens or counts
+CODE_VERSION = 9  # increment if the same rows and options produce different tokens or counts
 # Sample indices of all rows of a split, concatenated, and the offset of each row in them.
 Rows = tuple[np.ndarray, np.ndarray]
 _VAL_SEED = 0  # seed of the permutation that selects held-out samples

@@ -9,15 +9,12 @@ from typing import Any, NamedTuple
 from toolkit.data.base import Values
 from toolkit.data.chat.template import ChatTemplate, Encoding
 from toolkit.data.sft.datasets import InstructionData
-from toolkit.data.sft.messages import Conversation, Message
+from toolkit.data.sft.messages import Message
 from toolkit.data.sft.prepare import PackedDataset
 from toolkit.data.sft.readers import KINDS, describe_row, find_splits
-from toolkit.data.sft.schemas import ANSWER, CONVERSATION, PAIR, Columns, Record, to_completions, to_record
+from toolkit.data.sft.schemas import Columns, Record, parse_row
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
-
-# The answer of rows without one; the prompt ends before it.
-_PLACEHOLDER: Message = {"role": "assistant", "content": "answer"}
 
 
 class Prompt(NamedTuple):
@@ -25,7 +22,7 @@ class Prompt(NamedTuple):
 
     Args:
         where: File and row.
-        row: The row of the data.
+        row: The row as it is in the data.
         record: The messages before the answer, and the tools.
         reference: The answer in the data; None without one.
         ids: Token ids that the answer follows.
@@ -84,38 +81,27 @@ def _held_out_rows(data: Any, val: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _make_prompt(row: Any, where: str, columns: Columns, template: ChatTemplate, with_choices: bool) -> Prompt:
-    record, has_answer = _read_record(row, where, columns)
-    if record.messages is None:
-        raise UserError(f"{where}: is plain text without a prompt; give --eval.metric_data FILE with prompts")
-    *messages, last = record.messages
-    if last["role"] != "assistant":
-        messages, last, has_answer = [*record.messages], _PLACEHOLDER, False
-    reference = last["content"] if has_answer else None
-    ids, loss_mask = _encode(template, [*messages, {**last, "weight": 1}], record)
+    (record,) = parse_row(row, where, columns, "prompt")
+    *messages, last = record.messages or ()
+    reference = last["content"] if last["role"] == "assistant" else None
+    record = replace(record, messages=(*messages, *([last] if reference is None else [])))
+    ids, loss_mask = _encode(template, record, "answer" if reference is None else last)
     choices = []
     if with_choices:
-        texts = row.get("choices")
+        texts = record.label
         is_valid = isinstance(texts, list) and len(texts) > 1 and all(isinstance(text, str) for text in texts)
         if not is_valid or reference is None or reference.strip() not in map(str.strip, texts):
             raise UserError(f"{where}: needs choices, a list of texts, one of which is the row's answer")
         for text in texts:
-            ended, mask = _encode(template, [*messages, _PLACEHOLDER | {"content": text}], record)
+            ended, mask = _encode(template, record, text)
             end = next((i for i in range(mask.index(True), len(ended)) if ended[i] in template.stop_ids), len(ended))
             choices.append(Encoding(ended[:end], mask[:end]))
-    question = replace(record, messages=tuple(messages))
-    return Prompt(where, row, question, reference, ids[: loss_mask.index(True)], choices)
+    return Prompt(where, row, record, reference, ids[: loss_mask.index(True)], choices)
 
 
-def _read_record(row: Any, where: str, columns: Columns) -> tuple[Record, bool]:
-    """Return a row, with a placeholder if it has only a question, and whether it has an answer."""
-    if isinstance(row, dict) and {*PAIR} <= row.keys() and not columns:
-        return to_completions(row, where, columns, rated=True)[0], True
-    has_answer = not isinstance(row, dict) or bool({*CONVERSATION, *ANSWER, "text", *(columns or {}).values()} & {*row})
-    return to_record(row if has_answer else row | {"completion": [_PLACEHOLDER]}, where, columns), has_answer
-
-
-def _encode(template: ChatTemplate, messages: Conversation, record: Record) -> Encoding:
+def _encode(template: ChatTemplate, prompt: Record, answer: str | Message) -> Encoding:
+    message = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
     try:
-        return template.encode(messages, "last_answer", record.tools)
+        return template.encode([*(prompt.messages or ()), message | {"weight": 1}], "last_answer", prompt.tools)
     except UserError as error:
-        raise UserError(f"{record.where}: {error}") from error
+        raise UserError(f"{prompt.where}: {error}") from error

@@ -2,8 +2,7 @@
 
 from array import array
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,15 +13,7 @@ from toolkit.data.chat.template import ChatTemplate, Encoding, encode_text
 from toolkit.data.sft.labels import Labeling
 from toolkit.data.sft.messages import EmptyAnswerError
 from toolkit.data.sft.readers import RowSource, Splits, describe_row
-from toolkit.data.sft.schemas import (
-    Columns,
-    EqualAnswersError,
-    Record,
-    read_margin,
-    to_completions,
-    to_record,
-    unread_columns,
-)
+from toolkit.data.sft.schemas import Columns, EqualAnswersError, Record, parse_row
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.data.tokens.store import TokenWriter
 from toolkit.errors import UserError
@@ -83,15 +74,9 @@ class SFTConfig:
 
     def parse(self, row: Any, where: str) -> list[Record]:
         """Parse a row into a record, or completions with their prompt."""
-        if self.kind == "answers":
-            return [to_record(row, where, self.columns)]
         if self.labeling is not None:
             return [self.labeling.parse(row, where)]
-        records = to_completions(row, where, self.columns, self.kind == "rated")
-        if self.is_compared:
-            margin = read_margin(row, where, self.columns)
-            records = [replace(record, label=margin) for record in records]
-        return records
+        return parse_row(row, where, self.columns, self.kind)
 
 
 @dataclass
@@ -169,8 +154,7 @@ def tokenize_samples(config: SFTConfig, writer: TokenWriter, report: Report) -> 
                 counts.equal += isinstance(error, EqualAnswersError)
                 counts.empty += not isinstance(error, EqualAnswersError)
                 continue
-            if config.labeling is None:
-                unread |= unread_columns(row, config.columns, partial(config.parse, where=""))
+            unread |= records[0].unread
             for i, piece in enumerate(_tokenize(config, records, position, number, counts)):
                 writer.add(*piece)
                 if config.is_scored:
