@@ -12,7 +12,7 @@ from toolkit.config import Accelerator
 from toolkit.data.sft.labels import MULTI, SINGLE
 from toolkit.data.sft.readers import KINDS, RowFile, describe_row, find_splits
 from toolkit.data.sft.schemas import parse_row
-from toolkit.errors import UserError, require_option
+from toolkit.errors import UserError, join_first, notice, require_option
 
 
 def setup(
@@ -65,7 +65,7 @@ def setup(
     config, is_reward = scorer.config, scorer.is_reward and text_column is None
     named = {"text": text_column, "text_pair": text_pair_column}
     mapped = {name: column for name, column in named.items() if column is not None}
-    rows, encodings = [], []
+    rows, encodings, unread = [], [], set[str]()
     for number, row in source.rows():  # check all before the first is printed
         where = describe_row(source, number)
         try:
@@ -77,6 +77,7 @@ def setup(
             fix = "give a text, messages, or a prompt with its completion; see --text_column"
             raise UserError(f"{reason}; {fix}") from error
         rows.append(row)
+        unread |= record.unread
         encodings.append(scorer.encode(record))
     columns = list(dict.fromkeys(name for row in rows for name in row))
     labels: Any = config.labels if config.problem_type in (SINGLE, MULTI) else []
@@ -87,14 +88,14 @@ def setup(
     ]
     if repeated := {*columns} & {*added}:
         raise UserError(f"--texts {texts}: has a column {min(repeated)}, which classify adds; rename it")
+    if unread:
+        notice(f"not read: {join_first(sorted(unread), 20)}")
     writer = csv.writer(sys.stdout)
     writer.writerow([*columns, *added])
     for start in range(0, len(rows), batch_size):
         part = slice(start, start + batch_size)
-        for row, predictions in zip(rows[part], scorer.predict(encodings[part]), strict=True):
-            cells = [*map(row.get, columns), *predictions]
+        for values, predictions in zip(rows[part], scorer.predict(encodings[part]), strict=True):
+            cells = [*map(values.get, columns), *predictions]
             writer.writerow([json.dumps(cell) if isinstance(cell, list | dict) else cell for cell in cells])
     if scorer.n_cut:
-        print(
-            f"{scorer.n_cut:,} texts cut to {config.block_size:,} tokens, the model's context length", file=sys.stderr
-        )
+        notice(f"{scorer.n_cut:,} texts cut to {config.block_size:,} tokens, the model's context length")

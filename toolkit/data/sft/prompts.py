@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from toolkit.data.base import Values
+from toolkit.data.base import Report, Values
 from toolkit.data.chat.template import ChatTemplate, Encoding
 from toolkit.data.sft.datasets import InstructionData
 from toolkit.data.sft.messages import Message
@@ -14,7 +14,7 @@ from toolkit.data.sft.prepare import PackedDataset
 from toolkit.data.sft.readers import KINDS, describe_row, find_splits
 from toolkit.data.sft.schemas import Columns, Record, parse_row
 from toolkit.data.tokenizer import Tokenizer
-from toolkit.errors import UserError
+from toolkit.errors import UserError, join_first, notice
 
 
 class Prompt(NamedTuple):
@@ -47,7 +47,13 @@ def prompt_template(tokenizer: Tokenizer) -> ChatTemplate:
 
 
 def read_prompts(
-    data: Any, val: Any, path: str | None, template: ChatTemplate, max_rows: int | None, with_choices: bool
+    data: Any,
+    val: Any,
+    path: str | None,
+    template: ChatTemplate,
+    max_rows: int | None,
+    with_choices: bool,
+    report: Report = notice,
 ) -> list[Prompt]:
     """Return prompts of a file, or of held-out rows, at most ``max_rows``, evenly spaced.
 
@@ -61,7 +67,10 @@ def read_prompts(
     rows = list(_file_rows(path) if path is not None else _held_out_rows(data, val))
     n = min(len(rows), max_rows or len(rows))
     selected = [rows[i * len(rows) // n] for i in range(n)]
-    return [_make_prompt(row, where, columns, template, with_choices) for where, row in selected]
+    prompts = [_make_prompt(row, where, columns, template, with_choices) for where, row in selected]
+    if unread := sorted({name for prompt in prompts for name in prompt.record.unread}):
+        report(f"note: --eval.metric: not read in prompts: {join_first(unread, 20)}")
+    return prompts
 
 
 def _file_rows(path: str) -> Iterator[tuple[str, Any]]:

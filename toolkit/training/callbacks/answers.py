@@ -179,8 +179,9 @@ def _set_up(launch: Launch, tokenizer: Tokenizer, processes: list[MetricProcess]
     needs = {process.needs_log_probs for process in processes}
     template = prompt_template(tokenizer)
     prompts = read_prompts(
-        launch.args.data, launch.data.val, evaluation.metric_data, template, evaluation.metric_rows, True in needs
-    )
+        launch.args.data, launch.data.val, evaluation.metric_data, template, evaluation.metric_rows, True in needs,
+        launch.display.message,
+    )  # fmt: skip
     limit = config.block_size
     short = [p for p in prompts if len(p.ids) < limit and all(len(ids) <= limit for ids, _ in p.choices)]
     if len(short) < len(prompts):
