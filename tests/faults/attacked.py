@@ -87,10 +87,11 @@ class Server:
         head = f"POST {path} HTTP/1.1\r\nHost: {self.address}\r\nContent-Type: application/json\r\n"
         return head.encode() + b"Content-Length: %d\r\n\r\n" % len(content) + content
 
-    def wait_until_idle(self, seconds: float) -> None:
+    def wait_for(self, seconds: float, **counts: int) -> None:
+        """Wait until as many requests run or wait."""
         deadline = time.monotonic() + seconds
-        while json.loads(self.send("/health")[1]) != {"status": "ok", "running": 0, "waiting": 0}:
-            assert time.monotonic() < deadline, f"not idle after {seconds:.0f} s: {self.send('/health')[1]!r}"
+        while not counts.items() <= (health := json.loads(self.send("/health")[1])).items():
+            assert time.monotonic() < deadline, f"not {counts} after {seconds:.0f} s: {health}"
             time.sleep(0.1)
 
     @contextmanager

@@ -66,7 +66,8 @@ def slow_readers(server: Server, chance: random.Random) -> int:
     with ExitStack() as stack:
         for _ in range(ROWS):
             stack.enter_context(server.open(content, buffer=1024))
-        server.wait_until_idle(180 + 4 * CLIENT_TIMEOUT)
+        server.wait_for(60, running=ROWS)
+        server.wait_for(180 + 4 * CLIENT_TIMEOUT, running=0, waiting=0)
         assert server.chat("1") == (200, ANSWERS["1"])
     return ROWS
 
@@ -123,7 +124,7 @@ def attack(server: Server, subject: str, chance: random.Random) -> tuple[int, li
         with server.watched() as seconds:
             number += ATTACKS[subject](server, chance)
         worst.append(round(max(seconds), 2))
-        server.wait_until_idle(60)
+        server.wait_for(60, running=0, waiting=0)
         assert server.chat("2") == (200, ANSWERS["2"]), "another answer after the attack"
     return number, worst
 

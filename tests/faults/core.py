@@ -35,7 +35,7 @@ class Way:
         subjects: What it is tried on, such as kinds of runs or files.
         seeds: Seeds of a subject's trials, with whether the short form is asked for. The same trial does the same.
         run: Makes one trial in a new folder, with subject and seed. AssertionError means that the promise was broken.
-            Returns the number of tries, if not one.
+            Returns the number of faults that happened: 0 if the run had ended before. Such a trial does not count.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Way:
     invariants: str
     subjects: Callable[[], Iterable[str]]
     seeds: Callable[[str, bool], Iterable[int]]
-    run: Callable[[str, int, Path], int | None]
+    run: Callable[[str, int, Path], int]
 
 
 def commit() -> str:
@@ -64,8 +64,7 @@ def attempt(way: Way, subject: str, seed: int, folder: Path) -> dict[str, Any]:
     """Make one trial; return its line in the ledger."""
     line: dict[str, Any] = {"way": way.name, "subject": subject, "seed": seed, "count": 1, "failure": None}
     try:
-        count = way.run(subject, seed, folder)
-        line["count"] = 1 if count is None else count
+        line["count"] = int(way.run(subject, seed, folder))
     except AssertionError as error:
         frames = traceback.extract_tb(error.__traceback__)
         line["failure"] = shorten(str(error), folder) or f"{frames[-1].name}: {frames[-1].line}"

@@ -24,7 +24,7 @@ def seeds(kind: str, quick: bool) -> Iterable[int]:
     return range(n // QUICK // 2, n, n // QUICK) if quick else range(n)
 
 
-def trial(kind: str, seed: int, folder: Path) -> None:
+def trial(kind: str, seed: int, folder: Path) -> bool:
     call, fault = divmod(seed, len(FAULTS))
     number, is_forever = FAULTS[fault]
     counter, out = Counter(folder), folder / "out"
@@ -32,7 +32,9 @@ def trial(kind: str, seed: int, folder: Path) -> None:
     failed = run(kind, out, FAULT_WRITES="1", **counter.at(call, what, FOREVER if is_forever else None))
     if number is None:
         assert failed.code == 0, f"a short write ended the run: {failed.err[-600:]}"
-        return require_same_result(kind, out)
+        require_same_result(kind, out)
+        return counter.faults > 0
+    assert counter.faults or not failed.code, f"it failed without a fault: {failed.err[-600:]}"
     if failed.code:
         require_named_line(failed, str(out))
         reasons = (os.strerror(number), "No space left on device, or the disk failed")  # torch loses the errno
@@ -41,6 +43,7 @@ def trial(kind: str, seed: int, folder: Path) -> None:
     resumed = run(kind, out)
     assert resumed.code == 0, f"the resume failed: {resumed.err}"
     require_same_result(kind, out)
+    return counter.faults > 0
 
 
 WAY = Way(

@@ -14,7 +14,6 @@ from helpers.groups import read_until
 from helpers.processes import Forked, finish
 
 from tests.faults.core import Way
-from tests.faults.shim import load
 from tests.faults.states import command, require_intact, require_same_run, run, shared, undisturbed
 from toolkit.checkpoints.manifest import COMPLETE
 from toolkit.checkpoints.store import FINAL, complete_checkpoints, step_of
@@ -42,7 +41,6 @@ def trial(name: str, seed: int, folder: Path) -> int:
     first, second = SUBJECTS[name]
     chance, out = random.Random(f"{name}:{seed}"), folder / "out"
     undisturbed(first)
-    load()
     process = Forked(command(first, out))
     read_until(process, chance.choice(("step-00000002", "step-00000002", "step-00000004")))
     time.sleep(chance.uniform(0, 0.1))  # before it ends

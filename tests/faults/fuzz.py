@@ -77,11 +77,14 @@ def _batch(parser: Parser, chance: random.Random, folder: Path) -> dict[str, Any
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     ran = _watch()
     failures: list[str] = []
+    n_damaged = 0
     for number in range(BATCH):
         name = chance.choice(names)
         (folder / "number").write_text(f"{number} ({name})")
         path = folder / "files" / name
-        path.write_bytes(mutate(name, valid[name], chance))
+        content = mutate(name, valid[name], chance)
+        n_damaged += content != valid[name]
+        path.write_bytes(content)
         failure = _try(parser, folder)
         if (folder / "work" / WITNESS).exists() or ran:
             failure = f"code of the file ran: {ran}"
@@ -97,7 +100,7 @@ def _batch(parser: Parser, chance: random.Random, folder: Path) -> dict[str, Any
                 print(failures[-1], file=sys.__stderr__)
             ran.clear()
         path.write_bytes(valid[name])
-    return {"count": BATCH, "failure": f"{len(failures)} of {BATCH}: {failures[0]}" if failures else None}
+    return {"count": n_damaged, "failure": f"{len(failures)} of {BATCH}: {failures[0]}" if failures else None}
 
 
 def _try(parser: Parser, folder: Path) -> str | None:

@@ -103,6 +103,7 @@ def reference(subject: str) -> Path:
         counter = Counter(new)
         result = run(subject, new, **counter.environ)
         assert result.code == 0, result.err
+        assert counter.calls > 0, f"no file-system call of {subject} was seen"
         (new / "n_calls").write_text(str(counter.calls))
         try:
             new.rename(folder)
@@ -127,8 +128,10 @@ def trial(subject: str, call: int, folder: Path) -> int:
     before = files(folder / "out")
     again = random.Random(f"{subject}:{call}").randrange(n_calls)
     for at in (call, again):
-        result = run(subject, folder, **Counter(folder).at(at, "kill"))
-        n_kills += result.code == -signal.SIGKILL
+        counter = Counter(folder)
+        result = run(subject, folder, **counter.at(at, "kill"))
+        assert (result.code == -signal.SIGKILL) == bool(counter.faults), f"code {result.code}: {result.err[-500:]}"
+        n_kills += counter.faults
         require_ended(result, folder, expected)
         require_whole(subject, folder, expected, before)
     require_ended(run(subject, folder), folder, expected)

@@ -11,7 +11,6 @@ from pathlib import Path
 from helpers.processes import Forked, finish
 
 from tests.faults.core import Way
-from tests.faults.shim import load
 from tests.faults.states import KINDS, command, require_intact, require_same_result, seconds
 
 MOST = 12
@@ -26,7 +25,6 @@ def trial(kind: str, seed: int, folder: Path) -> int:
     """Return the number of kills."""
     chance, out = random.Random(f"{kind}:{seed}"), folder / "out"
     whole = seconds(kind)
-    load()
     for n_kills in range(MOST + 1):
         process = Forked(command(kind, out))
         if n_kills < MOST:

@@ -22,10 +22,11 @@ def seeds(kind: str, quick: bool) -> Iterable[int]:
     return range(n_calls // QUICK // 2, n_calls, n_calls // QUICK) if quick else range(0, n_calls, 3)
 
 
-def trial(kind: str, call: int, folder: Path) -> None:
+def trial(kind: str, call: int, folder: Path) -> int:
     out = folder / "out"
     counter = Counter(folder)
     result = end(Forked(command(kind, out), **counter.at(call, "kill-one")))
+    assert bool(result.code) == bool(counter.faults), f"code {result.code} after {counter.faults} faults: {result.err}"
     if result.code == -signal.SIGKILL:  # rank 0; rank 1 may have ended before
         assert result.err or is_complete(out / "final"), "rank 1 ended without a line"
         require_named(result._replace(code=1 if result.err else 0), "lost contact with rank 0")
@@ -35,6 +36,7 @@ def trial(kind: str, call: int, folder: Path) -> None:
     resumed = run(kind, out)
     assert resumed.code == 0, f"the resume failed: {resumed.err}"
     require_same_result(kind, out)
+    return counter.faults
 
 
 WAY = Way(

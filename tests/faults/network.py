@@ -38,12 +38,13 @@ def seeds(kind: str, quick: bool) -> Iterable[int]:
     return [seed for seed in range(3 if quick else 36) if seed % len(FAULTS) < 2 or can_join(is_lossy=True)]
 
 
-def trial(kind: str, seed: int, folder: Path) -> None:
+def trial(kind: str, seed: int, folder: Path) -> bool:
+    """Return whether the connection failed while both hosts ran."""
     chance, out, fault = random.Random(f"{kind}:{seed}"), folder / "out", FAULTS[seed % len(FAULTS)]
     with hosts(str(os.getpid())) as names:
         reference = undisturbed_on(kind, names)
     with hosts(str(os.getpid()), is_lossy=fault == "loses packets") as names:
-        nodes = start(kind, out, names, "--timeout", "0.1")
+        nodes, has_met = start(kind, out, names, "--timeout", "0.1"), True
         if fault != "loses packets":
             phase = chance.choice(PHASES)
             if phase == "start":
@@ -52,6 +53,7 @@ def trial(kind: str, seed: int, folder: Path) -> None:
                 read_until(nodes[0], phase)
                 time.sleep(chance.uniform(0, 0.5))
             ip(names[0], "ip link set cable down")
+            has_met = all(node.poll() is None for node in nodes)
             if fault == "cut for a moment":
                 time.sleep(chance.uniform(0.1, 3))
                 ip(names[0], "ip link set cable up")
@@ -61,10 +63,14 @@ def trial(kind: str, seed: int, folder: Path) -> None:
             assert not lines or lines[0].startswith("toolkit"), result.err
             assert bool(lines) == bool(result.code), f"code {result.code}: {result.err}"
         require_intact(out)
+        if fault == "loses packets":  # about one in twenty
+            n_packets = int(ip(names[0], "cat /sys/class/net/cable/statistics/tx_packets"))
+            assert n_packets > 200, f"the hosts have exchanged {n_packets} packets"
         ip(names[0], "ip link set cable up")
         for result in end(start(kind, out, names)):
             assert (result.code, result.err) == (0, ""), f"the resume failed: {result.err}"
     require_same_result(reference, out)
+    return has_met
 
 
 def undisturbed_on(kind: str, names: tuple[str, str]) -> str:
@@ -106,8 +112,8 @@ def hosts(name: str, is_lossy: bool = False) -> Iterator[tuple[str, str]]:
             subprocess.run(["ip", "netns", "del", host], capture_output=True, check=False)
 
 
-def ip(host: str, words: str) -> None:
-    subprocess.run(["ip", "netns", "exec", host, *words.split()], check=True, capture_output=True)
+def ip(host: str, words: str) -> bytes:
+    return subprocess.run(["ip", "netns", "exec", host, *words.split()], check=True, capture_output=True).stdout
 
 
 def start(kind: str, out: Path, names: tuple[str, str], *more: str) -> list[subprocess.Popen]:

@@ -27,7 +27,7 @@ def seeds(kind: str, quick: bool) -> Iterable[int]:
     return range(4 if quick else 2 * len(CASES))
 
 
-def trial(kind: str, seed: int, folder: Path) -> None:
+def trial(kind: str, seed: int, folder: Path) -> bool:
     fault, phase, rank = CASES[seed % len(CASES)]
     chance, out = random.Random(f"{kind}:{seed}"), folder / "out"
     shared()
@@ -41,15 +41,17 @@ def trial(kind: str, seed: int, folder: Path) -> None:
         process = Forked(words)
         read_until(process, phase)
         time.sleep(chance.uniform(0, 0.6))
-    DO[fault](process, chance, rank)
+    has_met = DO[fault](process, chance, rank)
     if fault != "slow":
         require_intact(out)
     resumed = run(kind, out)
     assert resumed.code == 0, f"the resume failed: {resumed.err}"
     require_same_result(kind, out)
+    return has_met
 
 
-def kill(process: Process, chance: random.Random, rank: int) -> None:
+def kill(process: Process, chance: random.Random, rank: int) -> bool:
+    """Return whether the run had not ended before."""
     send(process, rank, signal.SIGKILL)
     result = end(process)
     if rank == 1:
@@ -57,12 +59,16 @@ def kill(process: Process, chance: random.Random, rank: int) -> None:
     else:
         assert result.code in (-signal.SIGKILL, 0), result
         require_named(result._replace(code=0 if not result.err else 1), "lost contact with rank 0")
+    return result.code != 0
 
 
-def freeze(process: Process, chance: random.Random, rank: int) -> None:
+def freeze(process: Process, chance: random.Random, rank: int) -> bool:
+    """Return whether the run had not ended before."""
     send(process, rank, signal.SIGSTOP)
     if rank == 1:
-        return require_named(end(process), "rank 1")
+        result = end(process)
+        require_named(result, "rank 1")
+        return result.code != 0
     deadline = time.monotonic() + LIMIT_S
     while (left := group_members(process)) not in ([process.pid], []):
         assert time.monotonic() < deadline, f"{left} did not end while rank 0 was frozen"
@@ -72,27 +78,31 @@ def freeze(process: Process, chance: random.Random, rank: int) -> None:
     first, _, second = result.err.partition("\n")
     require_named(result._replace(err=first), "rank 0", "rank 1")
     require_named(result._replace(err=second, code=1 if second else 0), "rank 1 exited with code")
+    return result.code != 0
 
 
-def slow_down(process: Process, chance: random.Random, rank: int) -> None:
-    """Stop and continue a rank in pulses; it gets a third of the time."""
-    deadline = time.monotonic() + 8
+def slow_down(process: Process, chance: random.Random, rank: int) -> bool:
+    """Stop and continue a rank in pulses; it gets a third of the time. Return whether it was there."""
+    deadline, has_met = time.monotonic() + 8, False
     while process.poll() is None and time.monotonic() < deadline:
-        send(process, rank, signal.SIGSTOP)
+        has_met |= send(process, rank, signal.SIGSTOP)
         time.sleep(chance.uniform(0.05, 0.4))
         send(process, rank, signal.SIGCONT)
         time.sleep(chance.uniform(0.02, 0.2))
     result = end(process)
     assert (result.code, result.err) == (0, ""), result
+    return has_met
 
 
 DO = {"killed": kill, "frozen": freeze, "slow": slow_down}
 
 
-def send(process: Process, rank: int, number: int) -> None:
-    """Send a signal to a rank, if it is there."""
+def send(process: Process, rank: int, number: int) -> bool:
+    """Send a signal to a rank, if it is there; return whether it is."""
     with suppress(ProcessLookupError, IndexError):
         os.kill(process.pid if rank == 0 else others_of(process)[0], number)
+        return True
+    return False
 
 
 def others_of(process: Process) -> list[int]:

@@ -73,7 +73,7 @@ def seeds(name: str, quick: bool) -> Iterable[int]:
     return range(4 if "fsdp" in name else 2)
 
 
-def trial(name: str, seed: int, folder: Path) -> None:
+def trial(name: str, seed: int, folder: Path) -> int:
     """Odd seeds save asynchronously, and seeds from 2 on in shards."""
     subject, base, first, second = SUBJECTS[name], folder / "base", folder / "first", folder / "second"
     write_base(base, LAYERS if "fsdp" in name else None)
@@ -86,6 +86,7 @@ def trial(name: str, seed: int, folder: Path) -> None:
         require_equal(first, second, subject.n_ranks)
     else:
         require_resharded(first, second, checkpoint)
+    return 1
 
 
 def write_base(folder: Path, n_layers: int | None) -> None:

@@ -29,7 +29,8 @@ def seeds(kind: str, quick: bool) -> Iterable[int]:
     return range(4 if quick else 60)
 
 
-def trial(kind: str, seed: int, folder: Path) -> None:
+def trial(kind: str, seed: int, folder: Path) -> bool:
+    """Return whether the server, or the kill, met the run."""
     chance, fault = random.Random(f"{kind}:{seed}"), FAULTS[seed % len(FAULTS)]
     expected = "sharded" if kind == "machines" else kind
     undisturbed(expected)
@@ -38,7 +39,7 @@ def trial(kind: str, seed: int, folder: Path) -> None:
         assert not server.objects(f"{name}/"), "the run's folder is not empty"
         server.faults = Faults(**OF_FAULT.get(fault, RATES if fault == "run killed" else {}), seed=seed)
         processes = launch(kind, server, name, folder / "machine")
-        disturb(fault, processes, server, chance)
+        faults = disturb(fault, processes, server, chance)
         result = end(processes)
         if result.code == -signal.SIGKILL:
             assert fault == "run killed"
@@ -52,6 +53,7 @@ def trial(kind: str, seed: int, folder: Path) -> None:
         resumed = end(launch(kind, server, name, folder / "clean machine"))
         assert resumed.code == 0, f"the resume failed: {resumed.err}"
         require_same_result(expected, download(server, name, folder / "after"))
+        return result.code == -signal.SIGKILL if fault == "run killed" else faults.done.total() > 0
 
 
 def launch(kind: str, server: Server, name: str, staging: Path) -> list[Forked]:
@@ -70,8 +72,9 @@ def launch(kind: str, server: Server, name: str, staging: Path) -> list[Forked]:
     return processes
 
 
-def disturb(fault: str, processes: list[Forked], server: Server, chance: random.Random) -> None:
-    process = processes[0]
+def disturb(fault: str, processes: list[Forked], server: Server, chance: random.Random) -> Faults:
+    """Return the faults of the server, with their number."""
+    process, faults = processes[0], server.faults
     if fault == "run killed":
         read_until(process, chance.choice(("Training", "step 2/6", "step 4/6")))
         time.sleep(chance.uniform(0, 1))
@@ -81,10 +84,11 @@ def disturb(fault: str, processes: list[Forked], server: Server, chance: random.
         at = chance.randrange(2, 60)
         while sum(server.faults.requests.values()) < at and process.poll() is None:
             time.sleep(0.01)
-        server.faults = Faults(is_refused=True) if fault == "refused" else Faults(cut_request=1.0)
+        server.faults = faults = Faults(is_refused=True) if fault == "refused" else Faults(cut_request=1.0)
         if fault == "away":
             time.sleep(chance.uniform(0.5, 6))
             server.faults = Faults()
+    return faults
 
 
 def end(processes: list[Forked]) -> Result:

@@ -1,6 +1,6 @@
 /* Preloaded into a command: counts its file-system calls below $FAULT_DIR, and does $FAULT_DO at call $FAULT_AT.
  *
- * FAULT_COUNTER  file of 8 bytes with the number of calls so far, of all processes of the command
+ * FAULT_COUNTER  file of two longs: the calls so far, of all processes of the command, and the faults that were done
  * FAULT_DO       "kill": the process group gets SIGKILL before the call; "kill-one": only the process does; "short": a
  *                write writes half of its bytes; a number: the call fails with this errno
  * FAULT_LAST     the last call that fails (default: FAULT_AT); of a full disk, all that follow do
@@ -28,9 +28,9 @@ static long *counter(void) {
     static long *shared;
     if (!shared) {
         if (!open_) open_ = dlsym(RTLD_NEXT, "open64");
-        int fd = open_(getenv("FAULT_COUNTER"), O_RDWR | O_CLOEXEC);
+        int fd = getenv("FAULT_COUNTER") ? open_(getenv("FAULT_COUNTER"), O_RDWR | O_CLOEXEC) : -1;
         if (fd < 0) return NULL;
-        void *at = mmap(NULL, sizeof(long), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+        void *at = mmap(NULL, 2 * sizeof(long), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
         close(fd);
         if (at == MAP_FAILED) return NULL;
         shared = at;
@@ -53,7 +53,12 @@ static int is_below_fd(int fd, char *path, size_t size) {
     return is_below(path);
 }
 
-/* Count a call. Return 0 to make it, an errno to fail with, -1 for a short write. */
+static void count_fault(void) {
+    long *shared = counter();
+    if (shared) __atomic_fetch_add(shared + 1, 1, __ATOMIC_SEQ_CST);
+}
+
+/* Count a call. Return 0 to make it, an errno to fail with, -1 to write less. */
 static int fault(int needs_space) {
     if (getenv("FAULT_WRITES") && !needs_space) return 0;
     long *shared = counter();
@@ -61,9 +66,10 @@ static int fault(int needs_space) {
     if (!shared) return 0;
     long n = __atomic_fetch_add(shared, 1, __ATOMIC_SEQ_CST);
     if (!what || !first || n < atol(first) || n > atol(last ? last : first)) return 0;
+    if (!strcmp(what, "short")) return -1;
+    count_fault();
     if (!strcmp(what, "kill")) kill(0, SIGKILL), pause();
     if (!strcmp(what, "kill-one")) kill(getpid(), SIGKILL), pause();
-    if (!strcmp(what, "short")) return needs_space ? -1 : 0;
     return atoi(what);
 }
 
@@ -110,7 +116,7 @@ OPEN(open64)
         if (is_below_fd(fd, p, sizeof p)) e = fault(1); \
         errno = saved; \
         if (e > 0) { errno = e; return -1; } \
-        if (e < 0) return real half; \
+        if (e < 0 && n > 1) { count_fault(); return real half; } \
         return real arguments; }
 WRITE(write, (int fd, const void *b, size_t n), (fd, b, n), (fd, b, (n + 1) / 2))
 WRITE(pwrite, (int fd, const void *b, size_t n, off_t o), (fd, b, n, o), (fd, b, (n + 1) / 2, o))
@@ -120,7 +126,9 @@ WRITE(writev, (int fd, const struct iovec *v, int n), (fd, v, n), (fd, v, (n + 1
 /* The clock jumps by $CLOCK_JUMP seconds at $CLOCK_JUMP_AT, in seconds since 1970. */
 static long jump(long now) {
     const char *by = getenv("CLOCK_JUMP"), *at = getenv("CLOCK_JUMP_AT");
-    return by && at && now >= atol(at) ? atol(by) : 0;
+    if (!by || !at || now < atol(at)) return 0;
+    count_fault();
+    return atol(by);
 }
 
 int clock_gettime(clockid_t id, struct timespec *t) {

@@ -10,7 +10,6 @@ from pathlib import Path
 from helpers.processes import Forked, finish
 
 from tests.faults.core import Way
-from tests.faults.shim import load
 from tests.faults.states import (
     KINDS,
     Result,
@@ -30,20 +29,21 @@ def seeds(kind: str, quick: bool) -> Iterable[int]:
     return range(len(SIGNALS) * (1 if quick else 10))
 
 
-def trial(kind: str, seed: int, folder: Path) -> None:
+def trial(kind: str, seed: int, folder: Path) -> bool:
     chance, out = random.Random(f"{kind}:{seed}"), folder / "out"
     number = getattr(signal, SIGNALS[seed % len(SIGNALS)])
     whole = seconds(kind)  # the reference is made before
-    load()
     process = Forked(command(kind, out))
     deadline = time.monotonic() + 60
     while process.poll() is None and not any(folder.glob("out*/.lock")) and time.monotonic() < deadline:
         time.sleep(0.01)  # before, the interpreter itself may be interrupted
     time.sleep(chance.uniform(0.5, 1) * whole * chance.random())
+    is_early = process.poll() is None and not any(complete_checkpoints(out))
     with suppress(ProcessLookupError):
         process.send_signal(number)
     out_text, err = finish(process)
     result = Result(process.returncode, out_text, err)
+    assert result.code or not is_early, f"{SIGNALS[seed % len(SIGNALS)]} before the first checkpoint had no effect"
     if result.code == -number:  # before the run handles it, the signal has its default effect
         assert not any(complete_checkpoints(out)) and not err, (
             f"killed by signal {number} with checkpoints: {err[-500:]}"
@@ -58,6 +58,7 @@ def trial(kind: str, seed: int, folder: Path) -> None:
     resumed = run(kind, out)
     assert resumed.code == 0, f"the resume failed: {resumed.err}"
     require_same_result(kind, out, saves_more=True)
+    return result.code != 0
 
 
 WAY = Way(

@@ -31,7 +31,7 @@ class Sample(NamedTuple):
     files: int
 
 
-def trial(subject: str, seed: int, folder: Path, *more: str) -> None:
+def trial(subject: str, seed: int, folder: Path, *more: str) -> int:
     process = Forked(command(folder, MINUTES[seed], *more), script=Path(small_segments.__file__))
     with suppress(subprocess.TimeoutExpired):
         process.communicate(timeout=0)  # begins to read its output, which fills the pipe
@@ -44,6 +44,7 @@ def trial(subject: str, seed: int, folder: Path, *more: str) -> None:
     lasted = samples[-1].minutes
     assert 0.9 * MINUTES[seed] < lasted < MINUTES[seed] + 5, f"ended after {lasted:.1f} minutes"
     require_flat([s for s in samples if s.minutes < lasted - END_S / 60], MAX_SLOPE[seed])
+    return 1
 
 
 def command(folder: Path, minutes: float, *more: str) -> list[str]:

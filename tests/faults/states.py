@@ -10,7 +10,6 @@ from typing import NamedTuple
 from helpers.processes import Forked, finish
 
 from tests.faults.inputs import cache_flags, data_flags, shared
-from tests.faults.shim import load
 from tests.faults.values import metrics_of, require_same, values_of
 from toolkit.checkpoints.store import complete_checkpoints
 
@@ -103,7 +102,6 @@ def command(kind: str, out: Path, *more: str) -> list[str]:
 
 def run(kind: str, out: Path, *more: str, **environ: str) -> Result:
     """Run to its end, whatever it is."""
-    load()
     process = Forked(command(kind, out, *more), **environ)
     texts = finish(process)
     return Result(process.returncode, *texts)

@@ -11,17 +11,24 @@ def trial(seed, failure=None, commit="a", count=1):
     return line | {"commit": commit, "machine": "m", "date": "2026-01-01"}
 
 
+def test_a_trial_without_a_fault_counts_nothing(tmp_path):
+    way = core.Way("way", "holds", "S1", lambda: ["s"], lambda subject, quick: range(1), lambda *_: False)
+    line = core.attempt(way, "s", 0, tmp_path)
+    assert (line["count"], line["failure"]) == (0, None)
+
+
 def test_a_broken_promise_and_a_broken_trial_are_failures(tmp_path):
     def run(subject, seed, folder):
         assert seed != 1, "the losses differ"
-        return 7 // (2 - seed)
+        return 7 // (2 - seed) if seed < 3 else None
 
     way = core.Way("way", "holds", "S1", lambda: ["s"], lambda subject, quick: range(3), run)
-    lines = [core.attempt(way, "s", seed, tmp_path) for seed in range(3)]
-    assert [line["count"] for line in lines] == [3, 1, 1]
+    lines = [core.attempt(way, "s", seed, tmp_path) for seed in range(4)]
+    assert [line["count"] for line in lines] == [3, 1, 1, 1]
     failures = [line["failure"] for line in lines]
     assert failures[0] is None and failures[1].startswith("the losses differ")
     assert failures[2].startswith("the trial failed: ZeroDivisionError")
+    assert failures[3].startswith("the trial failed: TypeError")  # it does not say whether its fault happened
 
 
 def test_messages_have_no_paths_of_this_machine(tmp_path):

@@ -51,6 +51,10 @@ _MODULES = (
 WAYS: dict[str, Way] = {module.WAY.name: module.WAY for module in _MODULES}
 
 
+def seeds_of(way: str, subject: str, quick: bool) -> list[int]:
+    return list(WAYS[way].seeds(subject, quick))
+
+
 def make(trial: Trial) -> dict[str, Any]:
     """Make a trial in a temporary folder; return its line in the ledger."""
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
