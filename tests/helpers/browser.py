@@ -40,7 +40,13 @@ class Page:
                 return answer["result"]
 
     def evaluate(self, expression: str):
-        return self.call("Runtime.evaluate", expression=expression, returnByValue=True)["result"].get("value")
+        """Return the value of an expression, or of the promise that it is."""
+        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        return answer["result"].get("value")
+
+    def redraw(self) -> None:
+        """Wait until the page has drawn what it was told: a script may do so in the next frame, so wait for two."""
+        self.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
     def open(self, page: Path, is_ready: str, timeout: float = 120) -> None:
         """Open a file and wait until the expression is true."""

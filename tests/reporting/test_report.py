@@ -124,11 +124,14 @@ def test_browser_draws_zooms_and_runs_no_text_of_the_run(finished, evil, tmp_pat
         legends = "[...document.querySelectorAll('.u-legend')].map(legend => legend.innerText)"
         loss = read_run(finished[0]).columns["loss"][-1]
         assert f"training loss{loss:.5g}" in page.evaluate(legends)[0]  # without a mouse, of the last step
-        where = "(r => [r.x, r.y, r.width, r.height])(document.querySelector('.u-over').getBoundingClientRect())"
-        x, y, width, height = page.evaluate(where)
+        chart = "document.querySelector('.u-over')"
+        page.evaluate(f"{chart}.scrollIntoView({{block: 'center'}})")  # the mouse moves in what the window shows
+        page.redraw()
+        x, y, width, height = page.evaluate(f"(r => [r.x, r.y, r.width, r.height])({chart}.getBoundingClientRect())")
 
         def steps_at(share: float) -> int:
             page.call("Input.dispatchMouseEvent", type="mouseMoved", x=x + share * width, y=y + height / 2)
+            page.redraw()
             return int(page.evaluate("document.querySelector('.u-legend .u-value').innerText"))
 
         assert (steps_at(0.01), steps_at(0.99)) == (1, 12)
@@ -137,7 +140,7 @@ def test_browser_draws_zooms_and_runs_no_text_of_the_run(finished, evil, tmp_pat
         page.evaluate("axis.value = 1; axis.dispatchEvent(new Event('change'))")
         assert page.evaluate("document.querySelector('.u-legend .u-label').innerText") == "tokens"
         page.call("Emulation.setDeviceMetricsOverride", width=400, height=900, deviceScaleFactor=1, mobile=False)
-        time.sleep(0.5)
+        page.redraw()
         assert page.evaluate("document.documentElement.scrollWidth") <= 400
         assert page.evaluate("document.title").startswith("Report: finished")
 
