@@ -28,7 +28,8 @@ from toolkit.checkpoints.weights import load_state, load_weights
 from toolkit.cli import main
 from toolkit.data import PythonStdlib
 from toolkit.data.tokenizer import Tokenizer
-from toolkit.errors import UserError, for_terminal
+from toolkit.errors import UserError
+from toolkit.escape import for_terminal
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import config_from_hf
 from toolkit.training.checkpoint_meta import read_meta

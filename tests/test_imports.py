@@ -19,7 +19,7 @@ PACKAGE = Path(toolkit.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 # From the bottom up; a package may import itself and lower ones. Imports inside functions and for types count too.
 LAYERS = [
-    {"deferred", "errors", "private_torch", "version"},
+    {"deferred", "errors", "escape", "private_torch", "version"},
     {"io"},
     {"extension"},
     {"config"},

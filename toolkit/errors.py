@@ -2,10 +2,12 @@
 
 import difflib
 import importlib.util
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NoReturn
+
+from toolkit.escape import one_line as one_line  # of most messages
+from toolkit.escape import printable
 
 
 class CommandError(Exception):
@@ -131,27 +133,9 @@ def first_line(error: BaseException) -> str:
     return (text.strip().splitlines() or [type(error).__name__])[0]
 
 
-def one_line(text: object) -> str:
-    """Return a text, such as another library's error, as one printable line of at most 2,000 characters."""
-    line = " ".join(str(text).split())
-    if len(line) > 2000:
-        line = f"{line[:1500]} ... {line[-495:]}"
-    return line if line.isprintable() else one_line("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line))
-
-
-def printable(text: str) -> str:
-    """Escape control characters except tabs and line feeds, and surrogates, which no encoding has."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", lambda control: ascii(control[0])[1:-1], text)
-
-
-def for_terminal(text: str) -> str:
-    """Escape control characters in generated text if stdout is a terminal."""
-    return printable(text) if sys.stdout.isatty() else text
-
-
 def notice(line: object) -> None:
     """Print a line on standard error: standard output is for results."""
-    print(line, file=sys.stderr)
+    print(printable(str(line)), file=sys.stderr)
 
 
 def option_text(value: object) -> str:

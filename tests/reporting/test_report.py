@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import time
@@ -254,7 +253,9 @@ def test_command_repeats_the_run(tmp_path):
 
 
 def words_of(command: str) -> list[str]:
-    return shlex.split(command.replace("\\\n", ""))
+    """Return the words that bash reads."""
+    words = ["bash", "-c", f"printf '%s\\0' {command}"]
+    return subprocess.run(words, capture_output=True, text=True, check=True).stdout.split("\0")[:-1]
 
 
 def test_command_of_a_strangers_run_runs_no_code(tmp_path, monkeypatch):

@@ -20,6 +20,7 @@ from toolkit.config.values import OptionValue
 from toolkit.distributed import rendezvous
 from toolkit.distributed.world import count_processes
 from toolkit.errors import UserError, did_you_mean
+from toolkit.escape import to_yaml
 from toolkit.extension import add_extensions, split_names
 from toolkit.io.paths import expand_path, require_local
 from toolkit.io.safe_parse import parse_yaml, read_yaml
@@ -205,11 +206,9 @@ def take_extensions(values: dict[str, Any], source: str = "--extensions") -> lis
 
 def dump(command: CommandOptions, values: dict[str, Any], extensions: list[str]) -> str:
     """Return all options as YAML, which ``toolkit SUB --config`` reads as the same configuration."""
-    import yaml
-
     for name, cls in command.selected.items():
         values |= {name: {"class_path": class_path(cls, command.class_options[name]), "init_args": values[name]}}
     if extensions:
         values |= {"extensions": extensions}
     plain = json.loads(json.dumps(values, default=asdict))  # tuples become lists
-    return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+    return to_yaml(plain)

@@ -1,6 +1,5 @@
 """`toolkit classify`: labels or scores of texts, from a model with a classification or reward head."""
 
-import csv
 import json
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from toolkit.data.sft.labels import MULTI, SINGLE
 from toolkit.data.sft.readers import KINDS, RowFile, describe_row, find_splits
 from toolkit.data.sft.schemas import parse_row
 from toolkit.errors import UserError, join_first, notice, require_option
+from toolkit.escape import csv_writer
 
 
 def setup(
@@ -90,7 +90,7 @@ def setup(
         raise UserError(f"--texts {texts}: has a column {min(repeated)}, which classify adds; rename it")
     if unread:
         notice(f"not read: {join_first(sorted(unread), 20)}")
-    writer = csv.writer(sys.stdout)
+    writer = csv_writer(sys.stdout)
     writer.writerow([*columns, *added])
     for start in range(0, len(rows), batch_size):
         part = slice(start, start + batch_size)

@@ -1,9 +1,9 @@
 """`toolkit convert_to_peft`: export adapters to a folder that peft loads."""
 
-import shlex
 from pathlib import Path
 
 from toolkit.errors import notice, require_option
+from toolkit.escape import shell_word
 
 
 def setup(
@@ -43,7 +43,7 @@ def setup(
         notice(
             f"warning: transformers cannot load {exported.base}, and no Hugging Face model is recorded for it; set "
             f"base_model_name_or_path in {out_dir}/adapter_config.json to its hub name or folder; "
-            f"`toolkit convert_to_hf {shlex.quote(exported.base)} DIR` writes such a folder"
+            f"`toolkit convert_to_hf {shell_word(exported.base)} DIR` writes such a folder"
         )
     if exported.wrapper_type is not None:
         print(

@@ -10,7 +10,8 @@ from typing import Any
 from jsonargparse.typing import PositiveInt
 
 from toolkit.commands.inference_options import InferenceOptions
-from toolkit.errors import UserError, for_terminal, notice, require_option
+from toolkit.errors import UserError, notice, require_option
+from toolkit.escape import for_terminal
 from toolkit.inference.text import TextStream, encode_prompt, stop_tokens
 
 DEFAULT_PROMPT = "def main("

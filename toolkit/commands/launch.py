@@ -8,11 +8,13 @@ from typing import Literal
 from toolkit.config import AUTO, RunOptions
 from toolkit.distributed.restarts import resuming
 from toolkit.errors import UserError
-from toolkit.io.paths import is_url
+from toolkit.io.paths import is_path_option, is_url
 from toolkit.launching import FORMATS
 from toolkit.launching.job import CommandLine, Job
 from toolkit.measure.gpus import find_gpu
 from toolkit.planning.training_options import TrainingOptions
+
+_CONTINUES = "not supported in a launch file, which continues by --resume auto; remove it"
 
 
 def setup(
@@ -70,9 +72,15 @@ def setup(
         raise UserError("--secrets: must be names of environment variables, such as HF_TOKEN,WANDB_API_KEY")
     shared = training.options.shared
     has_gpus = shared.accelerator != "cpu"
+    if gpu is not None and ":" in gpu:
+        gpu, _, count = gpu.partition(":")
+        raise UserError(f"--gpu {gpu}:{count}: use --gpu {gpu}, and --devices {count} after --")
     if has_gpus and gpu is None and format == "skypilot":
         raise UserError("--gpu: must be given with skypilot, such as --gpu H100")
+    if shared.resume is False and any(re.match("--resume(=|$)", word) for word in training.words):
+        raise UserError(f"--resume false: {_CONTINUES}")
     _check_training(shared, has_gpus, format)
+    _check_printable(training.options)
     _check_out_dir(training.options.out_dir, shared_dir, format)
     if format in ("kubeflow", "jobset", "skypilot", "docker"):  # the others start the command in this folder
         _check_paths(training.words)
@@ -108,7 +116,7 @@ def _check_training(shared: RunOptions, has_gpus: bool, format: str) -> None:
         raise UserError("--devices auto: the file needs the GPUs per node; add --devices 8 to the training command")
     if shared.resume not in (False, AUTO) or shared.dry_run:
         flag = "dry_run true" if shared.dry_run else f"resume {shared.resume}"
-        raise UserError(f"--{flag}: not supported in a launch file, which continues by --resume auto; remove it")
+        raise UserError(f"--{flag}: {_CONTINUES}")
     if shared.max_restarts and format in ("kubeflow", "jobset", "ray"):
         raise UserError(f"--max_restarts {shared.max_restarts}: not supported with {format}, which restarts; remove it")
 
@@ -125,6 +133,15 @@ def _check_out_dir(out_dir: str, shared_dir: str | None, format: str) -> None:
         raise UserError(f"--out_dir {out_dir}: may be lost with its machine; use a URL such as s3://bucket/run{local}")
     if not Path(os.path.normpath(out_dir)).is_relative_to(shared_dir):
         raise UserError(f"--out_dir {out_dir}: must be in --shared_dir {shared_dir}, such as {shared_dir}/run")
+
+
+def _check_printable(options: TrainingOptions) -> None:
+    """Check that no path has control characters, also those of a settings file."""
+    groups = {"": options, "data.": options.data, "objective.": options.objective}
+    for group, values in groups.items():
+        for name, value in vars(values).items():
+            if is_path_option(name) and value is not None and not str(value).isprintable():
+                raise UserError(f"--{group}{name} {ascii(str(value))}: must not have control characters; rename it")
 
 
 def _check_paths(words: list[str]) -> None:

@@ -11,6 +11,7 @@ from typing import IO, Any, AnyStr, BinaryIO
 import yaml
 
 from toolkit.errors import UserError, one_line
+from toolkit.escape import to_yaml
 
 MAX_BYTES = {"JSON": 2**26, "YAML": 2**18, "tokenizer": 2**28, "log": 2**29}
 """Maximum file size in bytes. Weight indices take a few MB, tokenizers up to 40, the metrics of a million steps 150.
@@ -71,7 +72,7 @@ def read_yaml(path: str | Path) -> Any:
 
 def write_yaml(path: Path, values: dict[str, Any]) -> None:
     """Write a YAML file that :func:`read_yaml` reads, with the keys in their order. Not atomic."""
-    path.write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    path.write_text(to_yaml(values), encoding="utf-8")
 
 
 def bounded_lines(file: IO[AnyStr], start: int = 0) -> Iterator[AnyStr]:

@@ -1,7 +1,6 @@
 """One line for Docker."""
 
-import shlex
-
+from toolkit.escape import shell_line
 from toolkit.launching.job import GRACE_S, Job
 
 
@@ -14,4 +13,4 @@ def docker(job: Job) -> str:
     line += ["--network=host"] if job.nodes > 1 else []
     line += [word for name in names for word in ("--env", name)]
     line += [] if job.shared_dir is None else [f"--volume={job.shared_dir}:{job.shared_dir}"]
-    return f"{shlex.join([*line, f'--entrypoint={program}', job.image or '', *words])}\n"
+    return f"{shell_line([*line, f'--entrypoint={program}', job.image or '', *words])}\n"

@@ -1,9 +1,9 @@
 """A training command and the machines that it needs."""
 
-import shlex
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from toolkit.escape import comment, shell_word
 from toolkit.planning.training_options import TrainingOptions
 
 GRACE_S = 300
@@ -56,9 +56,9 @@ class Job:
 
     def shell(self, *prefix: str) -> str:
         """Return the command for a shell, with one option per line."""
-        words = [shlex.quote(word) for word in (*prefix, *self.command)]
-        return " ".join(f"\\\n    {word}" if word.startswith("--") else word for word in words)
+        words = (*prefix, *self.command)
+        return " ".join("\\\n    " * word.startswith("--") + shell_word(word) for word in words)
 
     def header(self, *lines: str) -> str:
         """Return the comment at the top of the file."""
-        return "".join(f"# {line}\n" for line in (self.summary, *lines))
+        return comment(self.summary, *lines)

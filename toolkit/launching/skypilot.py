@@ -1,7 +1,7 @@
 """A task for SkyPilot, which finds machines in a cloud and replaces those that are preempted."""
 
+from toolkit.escape import to_yaml
 from toolkit.launching.job import Job
-from toolkit.launching.yaml_text import to_yaml
 from toolkit.version import __version__
 
 

@@ -2,7 +2,6 @@
 
 import base64
 import hashlib
-import html
 import json
 import re
 from collections.abc import Sequence
@@ -11,7 +10,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import one_line, printable
+from toolkit.errors import one_line
+from toolkit.escape import html_text, script_json
 from toolkit.io.atomic import write_atomic
 from toolkit.reporting.plot import PLOT, plot_loss
 from toolkit.reporting.run import RunFacts, read_run
@@ -47,7 +47,6 @@ _CURVES = """<form id="switches" hidden>
 def render_page(runs: Sequence[RunFacts]) -> str:
     """Return the page of one or several runs. All text from the runs is escaped, and a policy forbids other scripts."""
     data = json.dumps({"runs": [run.name for run in runs], **_charts(runs)}, separators=(",", ":"), allow_nan=False)
-    data = data.replace("<", "\\u003c")  # cannot end the script element
     # uPlot formats numbers in the browser's language, which is not a valid one in a POSIX locale
     script = (
         'try { new Intl.NumberFormat(navigator.language) } catch { Object.defineProperty(navigator, "language", '
@@ -55,7 +54,7 @@ def render_page(runs: Sequence[RunFacts]) -> str:
     )
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
-    title = escape(", ".join(run.name for run in runs))
+    title = html_text(", ".join(run.name for run in runs))
     body = "\n".join(_element(kind, content, runs) for kind, content in parts(runs))
     return f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>Report: {title}</title>
@@ -66,9 +65,9 @@ def render_page(runs: Sequence[RunFacts]) -> str:
 <body><main>
 <h1>{title}</h1>
 {body}
-{"".join(f'<p class="place">{escape(run.place)}</p>' for run in runs)}
+{"".join(f'<p class="place">{html_text(run.place)}</p>' for run in runs)}
 </main>
-<script type="application/json" id="data">{data}</script>
+<script type="application/json" id="data">{script_json(data)}</script>
 <script>{script}</script></body></html>
 """
 
@@ -88,10 +87,6 @@ def write_report(out_dir: Path, status: str) -> str | None:
     return problem
 
 
-def escape(text: str) -> str:
-    return html.escape(printable(text))
-
-
 def _resource(name: str) -> str:
     return (files("toolkit.reporting") / name).read_text(encoding="utf-8")
 
@@ -103,10 +98,10 @@ def _element(kind: str, content: Any, runs: Sequence[RunFacts]) -> str:
     if kind == "lead":
         number = [run.name for run in runs].index(content[0])
         dot = f'<i class="dot" style="background:var(--c{number % 8})"></i>'
-        mark = f"{dot}<b>{escape(content[0])}</b> " if len(runs) > 1 else ""
-        return f'<p class="lead">{mark}{escape(content[1])}</p>'
+        mark = f"{dot}<b>{html_text(content[0])}</b> " if len(runs) > 1 else ""
+        return f'<p class="lead">{mark}{html_text(content[1])}</p>'
     if kind == "figures" and len(runs) == 1:
-        tiles = (f"<div><dt>{escape(label)}</dt><dd>{escape(value)}</dd></div>" for label, value in content[1])
+        tiles = (f"<div><dt>{html_text(label)}</dt><dd>{html_text(value)}</dd></div>" for label, value in content[1])
         return f'<dl class="tiles">{"".join(tiles)}</dl>'
     if kind in ("figures", "table"):
         rows = "".join(_row(row, "td") for row in content[1])
@@ -114,16 +109,16 @@ def _element(kind: str, content: Any, runs: Sequence[RunFacts]) -> str:
         return f'<div class="scroll"><table><thead>{head}</thead><tbody>{rows}</tbody></table></div>'
     if kind == "samples":
         return "".join(
-            f"<details{' open' * (number == 0)}><summary>{escape(title)}</summary>"
-            f"<pre><span>{escape(prompt[:4000])}</span>{escape(answer[:4000])}</pre></details>"
+            f"<details{' open' * (number == 0)}><summary>{html_text(title)}</summary>"
+            f"<pre><span>{html_text(prompt[:4000])}</span>{html_text(answer[:4000])}</pre></details>"
             for number, (title, prompt, answer) in enumerate(content)
         )
     start, end = {"heading": ("<h2>", "</h2>"), "code": ("<pre>", "</pre>"), "note": ('<p class="note">', "</p>")}[kind]
-    return f"{start}{escape(content)}{end}"
+    return f"{start}{html_text(content)}{end}"
 
 
 def _row(cells: Sequence[str], tag: str) -> str:
-    return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
+    return f"<tr>{''.join(f'<{tag}>{html_text(cell)}</{tag}>' for cell in cells)}</tr>"
 
 
 def _charts(runs: Sequence[RunFacts]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -11,6 +10,7 @@ from toolkit.config import TrainingCommand
 from toolkit.config.command import CommandOptions
 from toolkit.config.values import OptionValue
 from toolkit.errors import UserError
+from toolkit.escape import shell_word
 from toolkit.planning.training_options import OPTIONS
 
 _CLASSES = ("data", "objective")
@@ -64,10 +64,10 @@ def repeat_command(command: str, changed: Mapping[str, tuple[Any, Any]]) -> str:
         text = ",".join(map(str, value)) if name == "extensions" and isinstance(value, list) else value
         text = text if isinstance(text, str) else json.dumps(text)
         if name == positional and not text.startswith("-"):
-            start += f" {shlex.quote(text)}"
+            start += f" {shell_word(text)}"
         else:  # after a space, a value must not look like an option
             equals = "=" if text.startswith("-") else " "
-            options.append(shlex.quote(f"--{name}") + equals + shlex.quote(text))
+            options.append(shell_word(f"--{name}") + equals + shell_word(text))
     return " \\\n  ".join([start, *options])
 
 

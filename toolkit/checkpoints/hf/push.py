@@ -1,6 +1,5 @@
 """Upload an exported folder to the Hugging Face hub."""
 
-import shlex
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +12,7 @@ from huggingface_hub.utils import disable_progress_bars
 from toolkit.checkpoints.hf.hub import TIMEOUT
 from toolkit.data.hub_errors import hub_error_types, hub_errors, hub_url, require_repo_id
 from toolkit.errors import UserError, require_option
+from toolkit.escape import shell_line
 
 
 def require_target(repo_id: str | None, private: bool) -> None:
@@ -47,8 +47,7 @@ def push_folder(folder: Path, repo_id: str, private: bool) -> str:
     """
     if not sys.stderr.isatty():
         disable_progress_bars()
-    visibility = "" if not private else " --private"
-    command = f"hf upload {repo_id} {shlex.quote(str(folder))} .{visibility}"
+    command = shell_line(["hf", "upload", repo_id, str(folder), ".", *["--private"] * private])
     with hub_errors(repo_id, is_upload=True, hint=f"; {folder} is complete; to upload it later, run `{command}`"):
         _complete_card(folder / "README.md", repo_id)
         HfApi().create_repo(repo_id, private=private, exist_ok=True)

@@ -1,6 +1,5 @@
 """Print steps, validations, checkpoints and the final summary on rank 0's standard output."""
 
-import shlex
 from pathlib import Path
 
 from toolkit.checkpoints.store import FINAL
@@ -8,6 +7,7 @@ from toolkit.data.chat.template import tokenizer_template
 from toolkit.data.sft.datasets import InstructionData
 from toolkit.distributed.device import precision_hint
 from toolkit.errors import StoppedByFileError, one_line
+from toolkit.escape import shell_word
 from toolkit.models.families import export_error
 from toolkit.reporting.page import REPORT
 from toolkit.training.best_metric import VAL
@@ -63,7 +63,7 @@ def next_commands(trainer: Run) -> list[str]:
     if state.model.config is None or not trainer.args.is_repeatable:
         return []
     hf_dir = trainer.out_dir / "hf" if trainer.remote is None else Path("out", "hf")
-    final, hf = (shlex.quote(str(path)) for path in (f"{trainer.place}/{FINAL}", hf_dir))
+    final, hf = (shell_word(str(path)) for path in (f"{trainer.place}/{FINAL}", hf_dir))
     merge = "" if state.base is None else " --merge true"
     trust = "" if option_to_trust(trainer.args.data) is None else " --trust_checkpoint_data true"
     has_template = data.tokenizer is not None and tokenizer_template(data.tokenizer) is not None

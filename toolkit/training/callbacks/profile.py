@@ -1,6 +1,5 @@
 """``--profile``: record a trace, the slowest operators and a time breakdown of a few steps on every rank."""
 
-import csv
 import os
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, fields
@@ -13,6 +12,7 @@ from torch.autograd import DeviceType
 
 from toolkit.config import ProfilerArgs
 from toolkit.distributed import ranks
+from toolkit.escape import csv_writer
 from toolkit.io.safe_parse import no_follow
 from toolkit.private_torch import dump_memory_history, record_memory_history
 from toolkit.training.run import Callback, Metrics, Run
@@ -145,7 +145,7 @@ class Profile(Callback):
             trainer.display.message(line)
         if ranks.global_rank() == 0 and shares:
             with suppress(OSError), open(self.folder / "shares.csv", "w", newline="", opener=no_follow) as file:
-                writer = csv.writer(file)
+                writer = csv_writer(file)
                 writer.writerow(["rank", *(f.name for f in fields(Shares))])
                 writer.writerows([rank, *asdict(each).values()] for rank, each in shares.items())
 
