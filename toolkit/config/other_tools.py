@@ -103,6 +103,12 @@ model_name served_model_name = checkpoint_dir; it is also the model's name
 devices gpus tensor_parallel_size pipeline_parallel_size = -max_queue; one device serves the model
 workers = max_concurrent_requests; one process answers all
 dry_run = -max_queue; the training commands and `toolkit plan` have it
+gres gpus gpus_per_node gpus_per_task ntasks_per_node devices = -claim; give --devices N in \
+the training command, after --
+nodes num_nodes = -claim; give --num_nodes N in the training command, after --
+partition account qos constraint nodelist exclude mem mem_per_cpu mem_per_gpu cpus_per_task reservation = -claim; it \
+belongs to sbatch: `sbatch --OPTION VALUE FILE`
+dry_run = -claim; toolkit launch starts nothing; `toolkit plan` checks the training command
 """
 
 
@@ -136,6 +142,9 @@ strategy=zero2 = use fsdp with --fsdp.sharding_strategy SHARD_GRAD_OP
 strategy=zero3 strategy=deepspeed = use fsdp, which shards like ZeRO 3
 fsdp.sharding_strategy=zero2 = use SHARD_GRAD_OP
 fsdp.sharding_strategy=zero3 = use FULL_SHARD, or HYBRID_SHARD on several nodes
+format=k8s format=kubernetes = use kubeflow or jobset
+format=sbatch = use slurm
+format=sky = use skypilot
 fsdp.state_dict_type=local fsdp.state_dict_type=local_state_dict = use sharded: it also writes a file per device, and \
 loads on any number
 """)
