@@ -29,7 +29,6 @@ from toolkit.cli import main
 from toolkit.data import PythonStdlib
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
-from toolkit.escape import for_terminal
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import config_from_hf
 from toolkit.training.checkpoint_meta import read_meta
@@ -117,13 +116,6 @@ def test_messages_are_printable_bounded_and_without_secrets(tmp_path, capsys):
         assert main(["pretrain", "pico-llama", "--train.max_steps", "1", *words]) == 2
         shown = capsys.readouterr().err
         assert expected in shown and "hunter2" not in shown and "\x1b" not in shown and len(shown) < 6000, shown[:300]
-
-
-def test_what_a_model_writes_cannot_control_the_terminal(monkeypatch):
-    text = "a\x1b[2Jb\tc\n\U0001f469\u200d\U0001f680"
-    assert for_terminal(text) == text  # in a pipe
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    assert for_terminal(text) == text.replace("\x1b", "\\x1b")
 
 
 def test_pipes_instead_of_files_do_not_hang(tmp_path):

@@ -6,12 +6,11 @@ nobody escapes text in another way; tests/test_escape.py finds those who do. Imp
 
 import re
 import shlex
-import sys
 from collections.abc import Iterable
 from functools import cache
 from typing import IO, Any
 
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")  # surrogates: no encoding has them
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _NOT_PORTABLE = re.compile(r"[-+.]?\d|[yYnN]$")  # YAML text that other parsers read as a number or a boolean
 
 
@@ -23,17 +22,17 @@ def one_line(text: object) -> str:
         line = type(text).__name__
     if len(line) > 2000:
         line = f"{line[:1500]} ... {line[-495:]}"
-    return line if line.isprintable() else one_line("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line))
+    return line if line.isprintable() else one_line(visible(line))
 
 
-def printable(text: str, keep: str = "\t\n") -> str:
-    """Escape control characters except those in ``keep``, line separators and surrogates."""
-    return _CONTROL.sub(lambda control: control[0] if control[0] in keep else ascii(control[0])[1:-1], text)
+def visible(text: str, keep: str = "") -> str:
+    """Escape all that is not printable, such as line breaks and characters without width, except those in ``keep``."""
+    return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
 
 
-def for_terminal(text: str) -> str:
-    """Escape control characters in generated text if stdout is a terminal."""
-    return printable(text) if sys.stdout.isatty() else text
+def printable(text: str) -> str:
+    """Escape control characters except tabs and line feeds, line separators, and surrogates, which no encoding has."""
+    return _CONTROL.sub(lambda control: ascii(control[0])[1:-1], text)
 
 
 def shell_word(text: str) -> str:

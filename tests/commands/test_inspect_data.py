@@ -151,5 +151,11 @@ def test_each_token_shows_its_part_of_the_text(tokenizer_dir):
 
 def test_control_characters_are_escaped():
     tokens = [{"id": 0, "text": "a\x1b[31m", "trained": False}, {"id": 1, "text": "\x07", "trained": True}]
-    assert bracketed(tokens) == "a\\x1b[31m[\\x07]"
+    assert bracketed(tokens) == "a\\x1b\\[31m[\\x07]"
     assert bracketed([{"id": 0, "text": "é", "trained": True}], "ascii") == "[?]"
+
+
+def test_brackets_of_the_text_do_not_look_like_trained_tokens():
+    texts = {'[{"type": "function"}]\\': False, "[a]": True}
+    tokens = [{"id": 0, "text": text, "trained": is_trained} for text, is_trained in texts.items()]
+    assert bracketed(tokens) == r'\[{"type": "function"}\]\\[\[a\]]'

@@ -1,6 +1,7 @@
 """Samples during training: the prompt, the text, and that they do not affect training."""
 
 import csv
+import io
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from toolkit.models.families import get_config
 from toolkit.models.gpt import GPT
 from toolkit.training.callbacks import samples as samples_module
 from toolkit.training.callbacks.samples import Sampler, first_prompt, make_sampler
+from toolkit.ui.console import PlainProgress
 
 BY_DEFAULT = samples_module._NEW_TOKENS  # before conftest.py lowers it
 
@@ -158,14 +160,14 @@ def test_n7_nan_weights_stop_the_run():
 
 
 def test_control_characters_are_escaped():
-    printed = []
-    display = SimpleNamespace(phase=lambda text: None, message=printed.append)
+    display = PlainProgress(file := io.StringIO())
     model = GPT(get_config("pico-llama").with_vocab_size(64))
     tokenizer = SimpleNamespace(
         decode=lambda ids: "a\x1b[2Jb\nc", eos_id=None, settings=lambda file: {}, name="it", files={}
     )
     Sampler([1, 2], 3, tokenizer).show(model, 7, display)
-    assert printed == ['sample after step 7, to "a [2Jb | c":\n    a [2Jb\n    c']
+    shown = 'sample after step 7, to "a\\x1b[2Jb | c":\n    a\\x1b[2Jb\n    c\n'
+    assert file.getvalue().partition("sample")[1:] == ("sample", shown.removeprefix("sample"))
     assert model.training
 
 

@@ -22,7 +22,7 @@ from toolkit.distributed.restarts import end_with_parent, is_supervised, supervi
 from toolkit.distributed.signals import hold_signals, ignore_until_exit
 from toolkit.errors import CommandError, TerminatedError, did_you_mean, one_line, require_bitsandbytes
 from toolkit.io.atomic import NO_SPACE
-from toolkit.io.streams import SafeOutput, open_missing_streams
+from toolkit.io.streams import EscapedOutput, SafeOutput, open_missing_streams
 
 _IMPORT_BYTES = 1_100_000_000  # address space that importing torch takes; with less, OpenBLAS may retry forever
 INTERRUPTED, PIPE_CLOSED, TERMINATED = 130, 141, 143  # 128 + SIGINT, SIGPIPE, SIGTERM
@@ -35,6 +35,8 @@ def main(argv: list[str] | None = None) -> int:
         sys.stderr = cast("TextIO", SafeOutput(sys.stderr))  # a full disk must not change the exit code
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="backslashreplace")  # like stderr: unencodable text must not end a command
+            if sys.stdout.isatty():
+                sys.stdout = cast("TextIO", EscapedOutput(sys.stdout))
     code = 0
     try:
         code = dispatch(sys.argv[1:] if argv is None else argv)

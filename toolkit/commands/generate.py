@@ -11,7 +11,6 @@ from jsonargparse.typing import PositiveInt
 
 from toolkit.commands.inference_options import InferenceOptions
 from toolkit.errors import UserError, notice, require_option
-from toolkit.escape import for_terminal
 from toolkit.inference.text import TextStream, encode_prompt, stop_tokens
 
 DEFAULT_PROMPT = "def main("
@@ -111,7 +110,7 @@ def print_stream(pieces: Iterable[str], notes: list[str]) -> int:
     count = 0
     for piece in pieces:
         count += 1
-        print(for_terminal(piece), end="", flush=True)
+        print(piece, end="", flush=True)
     print(flush=True)
     while notes:
         notice(notes.pop(0))

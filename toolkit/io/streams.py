@@ -5,6 +5,8 @@ import sys
 from contextlib import suppress
 from typing import IO, Any
 
+from toolkit.escape import printable
+
 
 def open_missing_streams() -> None:
     """Open /dev/null for standard streams that are None or closed: services and ``>&-`` have none.
@@ -18,6 +20,25 @@ def open_missing_streams() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free descriptor is this one
         if getattr(getattr(sys, name), "closed", getattr(sys, name) is None):
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 (open until exit)
+
+
+class EscapedOutput:
+    """Wraps a terminal's stream, so that text in what is printed cannot control the terminal."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self.unescaped = file
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.unescaped, name)
+
+    def write(self, text: str) -> int:
+        self.unescaped.write(printable(text.replace("\r\n", "\n")))  # as rows of CSV end
+        return len(text)
+
+
+def unescaped(file: IO[str]) -> IO[str]:
+    """Return the stream for a display that draws with control characters, and escapes text itself."""
+    return getattr(file, "unescaped", file)
 
 
 class SafeOutput:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import IO
 
+from toolkit.escape import printable, visible
 from toolkit.io.streams import SafeOutput
 from toolkit.ui.formats import format_seconds
 from toolkit.ui.progress import (
@@ -59,11 +60,11 @@ class PlainProgress(ProgressDisplay):
         super().phase(text)
         # after the first step, phases only alternate, and validation and saving print lines
         if self._printed_at < 0 and text not in self._announced:
-            self._print(capitalized(text))
+            self._print(visible(capitalized(text)))
         self._announced.add(text)
 
     def _print(self, text: str) -> None:
-        print(text, file=self._file, flush=True)
+        print(printable(text), file=self._file, flush=True)
 
     def step(self, step: int, metrics: Metrics) -> None:
         self._unprinted = step, metrics
@@ -94,7 +95,8 @@ class PlainProgress(ProgressDisplay):
 
     def _line(self, step: int, *parts: str) -> None:
         total = f"/{self.total_steps}" if self.total_steps else ""
-        self._print(" | ".join([f"{time.strftime('%Y-%m-%d %H:%M:%S')} step {step}{total}", *parts]))
+        line = " | ".join([f"{time.strftime('%Y-%m-%d %H:%M:%S')} step {step}{total}", *parts])
+        self._print(visible(line))
 
 
 class JSONProgress(ProgressDisplay):

@@ -12,7 +12,8 @@ from rich.padding import Padding
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
-from toolkit.io.streams import SafeOutput
+from toolkit.escape import printable, visible
+from toolkit.io.streams import SafeOutput, unescaped
 from toolkit.ui.formats import format_seconds
 from toolkit.ui.progress import (
     STEP_METRICS,
@@ -33,7 +34,7 @@ class LiveProgress(ProgressDisplay):
         super().__init__()
         # no highlight, markup or emoji: texts contain paths such as "runs/[a]"
         self.console = console or Console(
-            file=cast("IO[str]", SafeOutput(sys.stdout)),
+            file=cast("IO[str]", SafeOutput(unescaped(sys.stdout))),
             force_terminal=True,
             force_interactive=True,
             highlight=False,
@@ -60,17 +61,17 @@ class LiveProgress(ProgressDisplay):
 
     def phase(self, text: str) -> None:
         super().phase(text)
-        self._phase, self._phase_since = capitalized(text), self._pace.elapsed()
+        self._phase, self._phase_since = capitalized(visible(text)), self._pace.elapsed()
 
     def _print(self, text: str) -> None:
-        self.console.print(Text(text))
+        self.console.print(Text(printable(text)))
 
     def step(self, step: int, metrics: Metrics) -> None:
         super().step(step, metrics)
         self._step, self._metrics = step, metrics
 
     def validation(self, step: int, metrics: Metrics) -> None:
-        labels = "   ".join(validation_labels(metrics, self.metric_names))
+        labels = visible("   ".join(validation_labels(metrics, self.metric_names)))
         self._validation = Text.assemble((f"step {step:<7,} ", "dim"), ("validation ", "magenta"), labels)
         self.console.print(self._validation)
 

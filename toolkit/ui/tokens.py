@@ -1,38 +1,43 @@
 """Print tokens with the loss mask, and counts. Uses color on a terminal and brackets elsewhere."""
 
+import re
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
+from toolkit.escape import visible
+from toolkit.io.streams import unescaped
+
 # Adjacent tokens alternate between two shades.
 TRAINED = ("black on green", "black on bright_green")
 MASKED = ("dim", "")
-_SHOWN = {"\n": "⏎\n", "\t": "⇥"}
-_PLAIN = {"\n": "\\n"}
 
 
 def print_inspection(inspection: dict[str, Any], console: Console | None = None) -> None:
     """Print the result of :func:`toolkit.data.inspection.inspect_rows`, by default on standard output."""
-    console = console or Console(highlight=False, markup=False, emoji=False)
+    console = console or Console(file=unescaped(sys.stdout), highlight=False, markup=False, emoji=False)
     color = console.color_system is not None and not console.no_color
     for number, sample in enumerate(inspection["samples"], 1):
         tokens = sample["tokens"]
         share = f"{sum(token['trained'] for token in tokens):,} of {len(tokens):,} tokens trained"
-        console.print(Text.assemble((f"Sample {number}", "bold"), f": {sample['where']}: {share}"), soft_wrap=True)
+        console.print(
+            Text.assemble((f"Sample {number}", "bold"), f": {visible(sample['where'])}: {share}"), soft_wrap=True
+        )
         console.print(colored(tokens) if color else Text(bracketed(tokens, console.encoding)), soft_wrap=not color)
         console.print()
     if inspection["samples"]:
         legend = (" trained ", TRAINED[0]), " ", ("not trained", MASKED[0]), "; shades separate tokens"
-        plain = "Tokens in [brackets] are trained, the others are not."
+        plain = r"Tokens in [brackets] are trained, the others are not; brackets of the text are \[ and \]."
         console.print(Text.assemble(*legend) if color else Text(plain))
         console.print()
     for name, value in _lines(inspection["counts"]):
         console.print(Text(f"{name:20} {value}"), soft_wrap=True)
     for number, sample in enumerate(inspection["longest"]):
         name = "" if number else "longest samples"
-        console.print(Text(f"{name:20} {sample['tokens']:,} tokens: {sample['where']}"), soft_wrap=True)
+        console.print(Text(f"{name:20} {sample['tokens']:,} tokens: {visible(sample['where'])}"), soft_wrap=True)
 
 
 def _lines(counts: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -56,21 +61,17 @@ def colored(tokens: list[dict[str, Any]]) -> Text:
     shown = Text()
     for number, token in enumerate(tokens):
         style = (TRAINED if token["trained"] else MASKED)[number % 2]
-        shown.append(_escape_controls(token["text"], _SHOWN), style)
+        shown.append(visible(token["text"], keep="\n\t").replace("\n", "⏎\n").replace("\t", "⇥"), style)
     return shown
 
 
 def bracketed(tokens: list[dict[str, Any]], encoding: str = "utf-8") -> str:
-    """Return a sample as text, with each trained token in brackets."""
+    """Return a sample as text, with each trained token in brackets. Brackets of the text get a backslash."""
     shown = []
     for token in tokens:
+        text = re.sub(r"[\\\[\]]", r"\\\g<0>", token["text"])
         if not token["trained"]:
-            shown.append(_escape_controls(token["text"], {}))
-        elif token["text"]:
-            shown.append(f"[{_escape_controls(token['text'], _PLAIN)}]" + "\n" * token["text"].count("\n"))
+            shown.append(visible(text, keep="\n"))
+        elif text:
+            shown.append(f"[{visible(text)}]" + "\n" * text.count("\n"))
     return "".join(shown).encode(encoding, errors="replace").decode(encoding).rstrip("\n")
-
-
-def _escape_controls(text: str, names: dict[str, str]) -> str:
-    """Escape control characters: file content must not control the terminal."""
-    return "".join(names.get(c, c if c.isprintable() or c == "\n" else ascii(c)[1:-1]) for c in text)

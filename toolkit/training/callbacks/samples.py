@@ -75,8 +75,7 @@ class Sampler(Callback):
     def _text(self, ids: list[int]) -> str:
         if self.tokenizer is None:
             return " ".join(map(str, ids))
-        text = self.tokenizer.decode(ids)
-        return "".join(c if c.isprintable() or c in "\n\t" else " " for c in text)  # no terminal control characters
+        return self.tokenizer.decode(ids)
 
 
 @contextmanager
