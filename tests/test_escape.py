@@ -5,23 +5,44 @@ the same structure, with the text intact or refused in one line.
 """
 
 import ast
+import csv
+import gc
+import importlib
+import io
 import json
 import re
 import subprocess
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import yaml
 from helpers.cases import check_each
+from markdown_it import MarkdownIt
+from rich.console import Console
 
 from tests.launching.test_launch import OPTIONS, OUT
+from toolkit.checkpoints.hf.card import write_model_card
 from toolkit.cli import main
 from toolkit.commands import COMMANDS, LAUNCH
+from toolkit.config.checks import print_once
 from toolkit.config.command import CommandOptions
 from toolkit.config.types import union_members
+from toolkit.errors import notice
+from toolkit.escape import csv_writer, one_line, printable
+from toolkit.io.streams import EscapedOutput
 from toolkit.launching import FORMATS, Format
 from toolkit.launching.job import Job
+from toolkit.models.families import get_config
+from toolkit.reporting.markdown import render_markdown
+from toolkit.reporting.page import render_page
+from toolkit.reporting.run import read_runs
+from toolkit.ui.console import PlainProgress
+from toolkit.ui.events import write_event
+from toolkit.ui.live import LiveProgress
+from toolkit.ui.loggers import COLUMNS
+from toolkit.ui.progress import ProgressDisplay
 
 HARMLESS = "harmless"
 HOSTILE = (  # without /, so that it is not a path with folders
@@ -33,8 +54,6 @@ RUN = ["pretrain", "pico-llama", "--devices", "1", "--accelerator", "cpu"]
 
 def text_options(command: str) -> list[str]:
     """Return the options that take text, by their types."""
-    import importlib
-
     options = CommandOptions(importlib.import_module(COMMANDS[command][0]).setup).options()
     return [name for name, option in options.items() if str in union_members(option.kind)]
 
@@ -206,3 +225,188 @@ def test_settings_file_of_a_stranger_is_no_part_of_the_file(tmp_path, capsys, mo
 
     cases = [(format, "initial_checkpoint_dir") for format in FORMATS if format != "skypilot"]
     check_each(check, cases)
+
+
+# ---- Markdown, HTML and YAML: model card and report
+
+
+def markdown_structure(text: str) -> list[Any]:
+    """Return the elements of a Markdown document without its texts, by markdown-it, an independent parser."""
+    markdown = MarkdownIt("commonmark").enable("table")
+
+    def names(tokens: Any) -> list[Any]:
+        found: list[Any] = []
+        for token in tokens:
+            html = Tags(token.content).tags if token.type.startswith("html") else []
+            name = [token.type, token.info, *html, *names(token.children or [])]
+            found += [] if token.type == "text" and found[-1:] == [name] else [name]
+        return found
+
+    return names(markdown.parse(text))
+
+
+class Tags(HTMLParser):
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(" ".join([tag, *(name for name, _ in attrs)]))
+
+    def handle_endtag(self, tag):
+        self.tags.append(f"/{tag}")
+
+
+def nested(names: list[str], text: str) -> dict[str, Any]:
+    """Return settings in which each option is the text."""
+    settings: dict[str, Any] = {}
+    for name in names:
+        *groups, last = name.split(".")
+        owner = settings
+        for group in groups:
+            owner = owner.setdefault(group, {})
+        owner[last] = text
+    return settings
+
+
+def write_stranger(folder: Path, text: str) -> Path:
+    """Write a run whose settings, names, columns, labels and events are the text."""
+    run = folder / text
+    column = re.sub(r"[,\r\n\u2028]", " ", text)
+    settings = nested([name for name in text_options("pretrain") if not name.startswith("data.")], text)
+    settings["data"] = {"class_path": text, "init_args": {"repo_id": text, "json_path": text, text: [text]}}
+    settings |= {text: text, "tokenizer_dir": None, "objective": {"class_path": text, "init_args": {text: text}}}
+    (run / "final").mkdir(parents=True)
+    (run / "logs").mkdir()
+    (run / "final" / "hyperparameters.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
+    (run / "final" / "COMPLETE").touch()
+    columns = [*COLUMNS, f"val_{column}", f"val_{column}_stderr", f"val_loss_{column}", column]
+    row = ["1", "2", *["0.5"] * (len(columns) - 2)]
+    (run / "logs" / "metrics.csv").write_text(f"{','.join(columns)}\n{','.join(row)}\n", encoding="utf-8")
+    environment = {"device": text, text: text}
+    write_event(run, "launch", settings=settings, model=text, devices=text, strategy=text, environment=environment)
+    write_event(run, "sample", step=text, prompt=text, text=text)
+    write_event(run, "warning", text=f"note: {text}")
+    write_event(run, "end", error=text)
+    return run
+
+
+def write_card(run: Path, text: str) -> str:
+    config = get_config("pico-llama").with_vocab_size(64)
+    object.__setattr__(config, "name", text)  # refuses such names itself
+    write_model_card(run / "card.md", config, run / "final", has_tokenizer=True)
+    return (run / "card.md").read_text(encoding="utf-8")
+
+
+def test_model_card_and_report_of_a_stranger_have_the_structure_of_a_harmless_one(tmp_path):
+    runs = {text: write_stranger(tmp_path, text) for text in (HARMLESS, HOSTILE)}
+    cards = {text: write_card(run, text) for text, run in runs.items()}
+    fronts = {text: card.split("---\n")[1] for text, card in cards.items()}
+    assert yaml.safe_load(fronts[HOSTILE]) == yaml.safe_load(fronts[HARMLESS])
+    pages = {text: render_page(read_runs([str(run)])) for text, run in runs.items()}
+    reports = {text: render_markdown(read_runs([str(run)])) for text, run in runs.items()}
+    for documents in (cards, reports):
+        assert markdown_structure(documents[HOSTILE]) == markdown_structure(documents[HARMLESS])
+    assert Tags(pages[HOSTILE]).tags == Tags(pages[HARMLESS]).tags
+    for text in (cards[HOSTILE], reports[HOSTILE], pages[HOSTILE].partition("<script")[0]):
+        assert all(c.isprintable() or c in "\n\t" for c in re.sub("[\u3000\u00a0]", "", text))
+    (block,) = (t.content for t in MarkdownIt().parse(cards[HOSTILE]) if t.type == "fence" and t.info == "yaml")
+    assert yaml.safe_load(block)["data"]["init_args"]["repo_id"] == HOSTILE
+    commands = [t.content for t in MarkdownIt().parse(reports[HOSTILE]) if t.type == "fence"]
+    (tmp_path / "shell").mkdir()
+    (words,) = run_shell(commands[0], tmp_path / "shell")
+    assert words[:3] == ["toolkit", "pretrain", HOSTILE] and f"{HOSTILE}-repeated" in words
+
+
+def test_model_card_has_no_command_of_a_stranger_and_no_private_text(tmp_path):
+    run = write_stranger(tmp_path, HARMLESS)
+    plain = {"model_name": "pico-llama", "data": {"class_path": "JSON", "init_args": {"json_path": "/home/al/a.json"}}}
+    private = {
+        "eval": {"metric": "check:python /home/al/grade.py --token hunter2", "metric_data": "/home/al/b.json"},
+        "note": "see ~/al/c.txt or /home/al/d.txt",
+    }
+    secrets = ("hunter2", "grade", "/al", "home")
+
+    def card(settings: dict[str, Any]) -> str:
+        (run / "final" / "hyperparameters.yaml").write_text(yaml.safe_dump(settings))
+        return write_card(run, "model")
+
+    line = "`toolkit pretrain pico-llama --config settings.yaml` repeats the run"
+    assert line in card(plain)
+    assert not [word for word in secrets if word in card(plain | private)]
+    assert "see c.txt or d.txt" in card(plain | private)
+    for settings in (
+        {"model_name": "pico-llama; touch PWNED"}, {"model_name": "--help"}, {"extensions": ["evil"]}, private,
+        {"data": {"class_path": "evil.Data"}}, {"checkpoint_dir": "a/b; touch PWNED"},
+        {"checkpoint_dir": "a/$(touch PWNED)", "lora_r": 8},
+    ):  # fmt: skip
+        text = card(plain | settings)
+        assert "The settings of the run:" in text and "`toolkit " not in text, settings
+
+
+# ---- what is printed
+
+
+def displays() -> list[type[ProgressDisplay]]:
+    found = [ProgressDisplay]
+    for display in found:
+        found += display.__subclasses__()
+    return found[1:]
+
+
+def draw(display_type: type[ProgressDisplay], text: str) -> str:
+    """Return what a display prints for events that hold the text."""
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, highlight=False, markup=False, emoji=False, width=500)
+    display = display_type(console if issubclass(display_type, LiveProgress) else file)
+    with display:
+        display.metric_names = [f"val_{text}"]
+        display.phase(text)
+        display.event("start", out_dir=text)
+        display.message(f"note: {text}")
+        display.step(1, {"loss": 1.0, text: 2.0})
+        display.validation(1, {"val_loss": 1.0, f"val_loss_{text}": 1.0, f"val_{text}": 2.0})
+        display.checkpoint(1, Path(text))
+    return file.getvalue()
+
+
+def wrong_displays() -> list[str]:
+    """Return the displays that print other control characters for hostile text than for harmless text."""
+    control = re.compile("\x1b\\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028]")
+    codes = {d: [{*control.findall(draw(d, text))} for text in (HARMLESS, HOSTILE)] for d in displays()}
+    return [display.__name__ for display, (expected, found) in codes.items() if found - expected]
+
+
+def test_displays_print_no_control_characters_of_a_text():
+    assert {"PlainProgress", "JSONProgress", "LiveProgress"} <= {display.__name__ for display in displays()}
+    assert not wrong_displays()
+    lines = draw(PlainProgress, HOSTILE).splitlines()
+    assert len(lines) == len(draw(PlainProgress, HARMLESS).splitlines()) + HOSTILE.count("\n")  # of the message
+
+
+def test_rogue_display_is_named():
+    class RogueProgress(PlainProgress):
+        def _print(self, text: str) -> None:
+            print(text, file=self._file)
+
+    assert wrong_displays() == ["RogueProgress"]
+    del RogueProgress
+    gc.collect()
+
+
+def test_notes_errors_and_output_on_a_terminal_are_escaped(capsys):
+    class Failing:
+        def __str__(self) -> str:
+            raise ValueError
+
+    notice(HOSTILE)
+    print_once(HOSTILE)
+    output = EscapedOutput(file := io.StringIO())
+    csv_writer(output).writerow([HOSTILE, "b\u200d"])
+    assert main([HOSTILE]) == 2 and main(["pretrain", f"--{HOSTILE}", "x"]) == 2
+    printed = "".join(capsys.readouterr()) + file.getvalue()
+    assert all(c.isprintable() or c in "\n\u200d" for c in printed) and "\r" not in file.getvalue()
+    assert (one_line(Failing()), one_line(f"{HOSTILE}\n").count("\n")) == ("Failing", 0)
+    assert list(csv.reader(io.StringIO(file.getvalue(), newline=""))) == [[printable(HOSTILE), "b\u200d"]]

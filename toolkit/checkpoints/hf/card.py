@@ -1,13 +1,13 @@
 """Write the model card of an export: base model, data, figures, and the settings that repeat the run."""
 
 import math
+import re
 from pathlib import Path, PurePath
 from typing import Any
 
-import yaml
-
 from toolkit.checkpoints.find import HYPERPARAMETERS
 from toolkit.checkpoints.hf.origin import hf_origin
+from toolkit.escape import markdown_code, markdown_text, to_yaml
 from toolkit.io.paths import is_path_option, is_url, mask_url
 from toolkit.io.safe_parse import read_json_object, read_yaml
 from toolkit.models.config import ModelConfig
@@ -19,8 +19,11 @@ from toolkit.ui.loggers import read_metrics
 from toolkit.ui.progress import format_metric, metric_label, metric_names
 
 _POSITIONAL = ("checkpoint_dir", "model_name")
+_CLASSES = ("data", "objective")
 # Options that only matter where the run was made.
 _LOCAL = ("out_dir", "resume", "staging_dir", "log", "logger_name", "profile", "profiler", "cache_dir", *_POSITIONAL)
+_NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)  # of an architecture, or of a model on the hub
+_FOLDERS = re.compile(r"(?<![^\s:=,;'\"(\[])~?/(?:[^\s/]+/)*(?=[^\s/])")  # of a path in a text
 
 
 def write_model_card(
@@ -28,11 +31,12 @@ def write_model_card(
 ) -> None:
     """Write README.md for a Hugging Face or peft folder that was exported from ``checkpoint_dir``.
 
-    Paths are reduced to their last part, because the card may be published.
+    The card may be published, and the settings of a checkpoint are not verified. Text from them is escaped, paths are
+    reduced to their last part, and commands of metrics are left out.
     """
     settings = _read_settings(checkpoint_dir)
     trained_from = settings.get("checkpoint_dir") or settings.get("initial_checkpoint_dir")
-    base, is_on_hub = _base_model(trained_from if settings else checkpoint_dir)
+    base, is_on_hub = _base_model(str(trained_from) if trained_from else None if settings else checkpoint_dir)
     metadata = {
         "library_name": "peft" if is_adapter else "transformers" if family_of(config).is_in_transformers else "toolkit",
         "pipeline_tag": task_of(config).pipeline,
@@ -41,15 +45,17 @@ def write_model_card(
     rows = {
         "Parameters": f"{parameters:,} ({config.n_layer} layers, width {config.n_embd})",
         "Context": f"{config.block_size:,} tokens",
-        "Base model": f"[{base}](https://huggingface.co/{base})" if is_on_hub else base,
+        "Base model": base,
         **_describe_run(checkpoint_dir, settings),
     }
-    table = "".join(f"| {name} | {value} |\n" for name, value in rows.items() if value)
+    cells = {markdown_text(name): markdown_text(value) for name, value in rows.items() if value}
+    if is_on_hub:
+        cells["Base model"] = f"[{base}](https://huggingface.co/{base})"
+    table = "".join(f"| {name} | {value} |\n" for name, value in cells.items())
     kind = f"model with a {config.head} head" if config.head else "causal language model"
     what = "LoRA adapters" if is_adapter else f"A {kind}"
-    front = yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)
     path.write_text(
-        f"---\n{front}---\n\n# {config.name or 'A language model'}\n\n"
+        f"---\n{to_yaml(metadata)}---\n\n# {markdown_text(config.name or 'A language model')}\n\n"
         f"{what}, exported with `toolkit`.\n\n| | |\n|---|---|\n{table}\n"
         f"{_describe_usage(config, has_tokenizer, is_adapter)}{_describe_settings(settings, base)}",
         encoding="utf-8",
@@ -75,8 +81,8 @@ def _base_model(source: Any) -> tuple[str, bool]:
         return "" if source is None else mask_url(str(source)), False
     folder = Path(source) if Path(source).is_dir() else Path("checkpoints", source)
     name, _ = hf_origin(folder) or (str(source), None)
-    is_on_hub = name.count("/") == 1 and not Path(name).is_absolute() and not Path(name).is_dir()
-    return (name if is_on_hub else "/".join(PurePath(name).parts[-2:]).strip("/")), is_on_hub
+    is_on_hub = bool("/" in name and _NAME.fullmatch(name)) and not Path(name).is_dir()
+    return (name if is_on_hub else PurePath(name).name), is_on_hub
 
 
 def _describe_run(checkpoint_dir: Path, settings: dict[str, Any]) -> dict[str, str]:
@@ -84,7 +90,8 @@ def _describe_run(checkpoint_dir: Path, settings: dict[str, Any]) -> dict[str, s
     if not settings:
         return {}
     data = _portable(settings["data"])
-    source = [data.get("init_args", {}).get(name) for name in ("repo_id", "json_path", "path")]
+    arguments: Any = data.get("init_args")
+    source = [arguments.get(name) for name in ("repo_id", "json_path", "path")] if isinstance(arguments, dict) else []
     step = read_json_object(checkpoint_dir / "trainer" / "meta.json", optional=True).get("step", math.inf)
     last: dict[str, float] = {}
     for row in read_metrics(checkpoint_dir.parent / "logs" / "metrics.csv"):
@@ -133,28 +140,39 @@ model = {auto_class(config)}.from_pretrained("path/to/this/folder"){tokenizer}
 def _describe_settings(settings: dict[str, Any], base: str) -> str:
     if not settings:
         return ""
-    command, model = "pretrain", settings.get("model_name")
+    command, model = "pretrain", str(settings.get("model_name"))
     if "checkpoint_dir" in settings:
         command, model = "finetune_lora" if "lora_r" in settings else "finetune_full", base
-    text = yaml.safe_dump(_portable(settings), sort_keys=False, allow_unicode=True)
+    # a command only for settings of toolkit alone: others may name other code, and metrics are left out
+    classes = [option.get("class_path") for name in _CLASSES if isinstance(option := settings.get(name), dict)]
+    evaluation = settings.get("eval")
+    has_code = "extensions" in settings or (isinstance(evaluation, dict) and evaluation.get("metric"))
+    line = "The settings of the run:"
+    if _NAME.fullmatch(model) and not has_code and all(str(c).isidentifier() for c in classes):
+        words = f"toolkit {command} {model} --config settings.yaml"
+        line = f"`{words}` repeats the run, with the paths in `settings.yaml` corrected:"
     return f"""
 ## Training
 
-`toolkit {command} {model} --config settings.yaml` repeats the run, with the paths in `settings.yaml` corrected:
+{line}
 
 <details><summary>settings.yaml</summary>
 
-```yaml
-{text}```
-</details>
+{markdown_code(to_yaml(_portable(settings)), "yaml")}</details>
 """
 
 
 def _portable(value: Any, name: str = "") -> Any:
     """Return options without local ones, and with only the last part of paths."""
     if isinstance(value, dict):
-        return {key: _portable(inner, str(key)) for key, inner in value.items() if key not in _LOCAL}
+        return {
+            key: _portable(inner, str(key))
+            for key, inner in value.items()
+            if key not in _LOCAL and not str(key).startswith("metric")  # may be a command
+        }
     if isinstance(value, list):
         return [_portable(inner, name) for inner in value]
-    is_path = isinstance(value, str) and (is_path_option(name) or is_url(value) or value.startswith(("/", "~", ".")))
-    return PurePath(value).name if is_path else value
+    if not isinstance(value, str):
+        return value
+    is_path = is_path_option(name) or is_url(value) or value.startswith(("/", "~", "."))
+    return PurePath(value).name if is_path else _FOLDERS.sub("", value)
