@@ -4,18 +4,22 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from toolkit.cli import main
 from toolkit.cli import parser as cli_parser
 from toolkit.commands import pretrain
+from toolkit.config import PRETRAIN
 from toolkit.config.other_formats import FORMATS
 from toolkit.data import CharText, SyntheticTokens
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed.strategy import plan_strategy
 from toolkit.errors import UserError
+from toolkit.optim.schedule import build_schedule
 from toolkit.planning.compatibility import find_conflicts
 from toolkit.planning.facts import Facts
+from toolkit.planning.limits import Progress, build_limits
 from toolkit.planning.run_args import RunArgs
 
 TUTORIALS = Path(__file__).parents[2] / "tutorials"
@@ -46,6 +50,47 @@ hydra:
   run:
     dir: ./
 """
+
+
+FREE_TRANSFORMER = """\
+model:
+  vocab_size: 1000
+  hidden_dim: 128
+  num_layers: 4
+  num_heads: 4
+  num_kv_heads: 4
+  ffn_hidden_dim: 512
+  max_seq_len: 128
+  dropout: 0.1
+  use_rmsnorm: true
+  use_rope: true
+  use_swiglu: true
+  latent_dim: 8
+  split_layer: 2
+
+training:
+  learning_rate: 3.0e-4
+  weight_decay: 0.1
+  beta1: 0.9
+  beta2: 0.95
+  grad_clip: 1.0
+  warmup_steps: 100
+  gradient_accumulation_steps: 1
+  beta_kl: 1.0
+  kappa_free_bits: 0.3466
+  batch_size: 8
+  max_steps: 100
+  log_every: 10
+  eval_every: 20
+  save_every: 50
+  checkpoint_dir: "./checkpoints/test_free/baseline"
+
+data:
+  dataset_name: "synthetic-test-free"
+  data_dir: "./data"
+  max_length: 128
+  num_workers: 2
+"""  # the keys and values of configs/free_transformer.yaml of udapy/free-transformer
 
 
 @pytest.fixture
@@ -199,7 +244,7 @@ EFFECTS = [
             },
         },
         {
-            "data": CharText("my.txt", train_split=0.8, truncate=0.5, num_workers=5),
+            "data": CharText("my.txt", stride=1, train_split=0.8, truncate=0.5, num_workers=5),
             "train.max_seq_length": 64,
             "model_name": "gpt-mini",
             "model_config.block_size": 64,
@@ -210,7 +255,7 @@ EFFECTS = [
             "train.learning_rate": 0.01,
             "train.lr_schedule": "constant",
             "train.lr_warmup_steps": 0,
-            "train.epochs": 640.0,  # a row there for each position of the text
+            "train.epochs": 10.0,
             "train.global_batch_size": 6,
             "train.max_norm": 2.0,
             "resume": "auto",
@@ -305,7 +350,6 @@ def test_what_cannot_be_honored_is_an_error_unless_a_flag_overrides_it(parse):
             ["--train.learning_rate", "1e-4"],
         ),
         (MINGPT.replace("0.05", "2"), "truncate: 2: must be greater than 0 and at most 1", ["--data", "PythonStdlib"]),
-        ("trainer_config: {max_epochs: 3}", "set block_size, or use --train.epochs", ["--train.epochs", "2"]),
     ):
         with pytest.raises(UserError) as caught:
             parse(content)
@@ -362,12 +406,48 @@ def test_run_of_the_guide(tmp_path, monkeypatch):
     assert saved["precision"] == "bf16-mixed" and saved["train"]["activation_checkpointing"] == "full"
 
 
+def test_mingpt_on_several_processes_has_the_rows_of_mingpt(parse):
+    """minGPT's CharDataset has len(data) - block_size rows, of which 90 % are trained; one batch is per GPU."""
+    size = 1_115_394  # of the file that minGPT downloads
+    Path("input.txt").write_text(("".join(map(chr, range(32, 97))) * (size // 65 + 1))[:size])
+    for devices in (2, 4):
+        options = parse(re.sub("https://.*", "input.txt", MINGPT), devices=devices)
+        train, data = options["train"], options["data"]
+        rows = data.prepare(tokenizer=None, max_seq_length=128, report=[].append).train
+        held_out = int(0.1 * int(0.05 * size))
+        assert len(rows) == int(0.05 * size) - held_out - 128
+        for i in (0, 1, len(rows) - 1):
+            assert torch.equal(rows[i]["input_ids"], rows[0]["input_ids"][:1] + torch.arange(i, i + 128) % 65)
+        limits = build_limits(train, Progress(), n_rows=len(rows), tokens_per_row=128)
+        assert train.global_batch_size == 216 * devices
+        assert limits.total_steps == pytest.approx(10 * (55_769 - 128) * 0.9 / (216 * devices), rel=2e-3)
+
+
+def test_the_free_transformer_warms_up_over_the_whole_run(parse):
+    for devices in (1, 2):
+        train = parse(FREE_TRANSFORMER, devices=devices)["train"]
+        rates = [*map(build_schedule(train, train.max_steps, PRETRAIN).learning_rate, range(100))]
+        assert rates == pytest.approx([3e-4 * (step + 1) / 100 for step in range(100)])
+        assert train.global_batch_size == 8 * devices
+
+
+def test_errors_name_the_key_of_the_file(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("file.yaml").write_text("training: {warmup_steps: 3, max_steps: 2}")
+    command = "pretrain pico-llama --config file.yaml --accelerator cpu --devices 1 --data SyntheticTokens".split()
+    assert main(command) == 2
+    assert "must be at most the 2 steps of the run; it is set by file.yaml: training.warm" in capsys.readouterr().err
+    assert main([*command, "--train.lr_warmup_steps", "4"]) == 2
+    assert "--train.lr_warmup_steps 4: must be at most the 2 steps of the run\n" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_run_of_mingpt(tmp_path, monkeypatch, corpus, web):
     """The file as it stands; only its URL is a server on this machine."""
     monkeypatch.chdir(tmp_path)
-    Path("gpt2_train_cfg.yaml").write_text(re.sub("https://.*", f"{web}/input.txt", MINGPT).replace("0.05", "1.0"))
-    Path("input.txt").write_text("".join(file.read_text() for file in sorted(corpus.iterdir())))
+    Path("gpt2_train_cfg.yaml").write_text(re.sub("https://.*", f"{web}/input.txt", MINGPT))
+    text = "".join(file.read_text() for file in sorted(corpus.iterdir()))
+    Path("input.txt").write_text(text * (1 + 30_000 // len(text)))
     command = re.search(r"^toolkit (pretrain .*gpt2_train_cfg.*)$", (TUTORIALS / "from_nanogpt.md").read_text(), re.M)[
         1
     ]

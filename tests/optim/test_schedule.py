@@ -32,10 +32,11 @@ def test_n5_default_warmup_is_five_percent_and_at_most_2000_steps():
     assert schedule(1_000_000).warmup_steps == 2000
 
 
-@pytest.mark.parametrize("warmup", [100, 101])
-def test_n5_warmup_as_long_as_the_run_is_an_error(warmup):
-    with pytest.raises(UserError, match=f"--train.lr_warmup_steps {warmup}"):
-        schedule(lr_warmup_steps=warmup)
+def test_n5_warmup_may_last_the_run_and_no_longer():
+    rates = [schedule(lr_warmup_steps=100, learning_rate=1.0).learning_rate(step) for step in range(100)]
+    assert rates == pytest.approx([(step + 1) / 100 for step in range(100)])
+    with pytest.raises(UserError, match="--train.lr_warmup_steps 101: must be at most the 100 steps of the run"):
+        schedule(lr_warmup_steps=101)
 
 
 def test_wsd_is_stable_until_the_last_fifth():
@@ -73,7 +74,7 @@ def test_lr_scaling_keeps_the_samples_of_the_warmup(how):
 
 
 def test_scaled_warmup_as_long_as_the_run_is_an_error():
-    with pytest.raises(UserError, match="--train.lr_warmup_steps 30: is 120 at this global batch; must be less"):
+    with pytest.raises(UserError, match="--train.lr_warmup_steps 30: is 120 at this global batch; must be at most"):
         schedule(100, lr_scaling="sqrt", lr_base_batch=64, global_batch_size=16, lr_warmup_steps=30)
 
 

@@ -93,7 +93,9 @@ def run(name: str, argv: list[str]) -> int:
     except KeyboardInterrupt:
         return _end(program, "interrupted", INTERRUPTED)
     except CommandError as error:
-        return _end(program, error, error.exit_code)
+        from toolkit.config.other_formats import add_origin  # imports what a command line without errors may not need
+
+        return _end(program, add_origin(str(error)), error.exit_code)
     except Exception as error:
         if isinstance(error, OSError) and error.errno in (EPIPE, *NO_SPACE):
             raise  # of stdout; or of a file, where no one expects it

@@ -14,7 +14,7 @@ from toolkit.config import AUTO
 from toolkit.config.checks import note
 from toolkit.config.classes import class_path
 from toolkit.config.command import COMMON_OPTIONS, CommandOptions, flat_parameters
-from toolkit.config.other_formats import split, translate
+from toolkit.config.other_formats import SET_BY, split, translate
 from toolkit.config.other_formats.rules import ForeignConfig
 from toolkit.config.values import OptionValue
 from toolkit.distributed import rendezvous
@@ -37,6 +37,7 @@ def parse(
 
     ``positionals`` are the parameters whose flag may be omitted; ``argv`` are the words after the subcommand ``name``.
     """
+    SET_BY.clear()
     functions: tuple[Callable[..., None], ...] = (setup,)
     training: list[str] = []
     if name == LAUNCH and "--" in argv:

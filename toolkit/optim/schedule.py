@@ -103,10 +103,10 @@ def build_schedule(args: TrainArgs, total_steps: int | None, defaults: CommandDe
 def _warmup_steps(args: TrainArgs, scaling: LRScaling, total_steps: int | None, defaults: CommandDefaults) -> int:
     if args.lr_warmup_steps != AUTO:
         steps = scaling.scale_steps(args.lr_warmup_steps)
-        if total_steps is not None and steps >= total_steps:
+        if total_steps is not None and steps > total_steps:
             scaled = "" if steps == args.lr_warmup_steps else f" is {steps} at this global batch;"
             raise UserError(
-                f"--train.lr_warmup_steps {args.lr_warmup_steps}:{scaled} must be less than the {total_steps} steps of "
+                f"--train.lr_warmup_steps {args.lr_warmup_steps}:{scaled} must be at most the {total_steps} steps of "
                 "the run"
             )
         return steps

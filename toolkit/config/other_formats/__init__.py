@@ -5,6 +5,7 @@ one line reports the options that it sets, or why it has no effect; an unsupport
 later files override are not checked. Batch sizes of both formats are per device.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,6 +26,8 @@ FORMATS = {
     "trainer_config": mingpt.TRAINER,
 }
 """Conversion rules by group and key."""
+SET_BY: dict[str, str] = {}
+"""File and key that set each option of the command line, for messages."""
 _REPLACED_BY = {
     "model_name": ("model_name", "initial_checkpoint_dir"),
     "train.lr_warmup_steps": ("train.lr_warmup_steps", "train.lr_warmup_fraction"),
@@ -61,7 +64,15 @@ def translate(file: ForeignConfig) -> dict[str, OptionValue]:
     if "hydra" in file.groups:
         lines.append("hydra: has no effect on toolkit")
     note(*(f"{file.source}: {line}" for line in lines))
+    SET_BY.update({option: f"{file.source}: {key}" for option, (key, _) in set_by.items()})
     return {option: OptionValue(file.source, value) for option, (_, value) in set_by.items()}
+
+
+def add_origin(message: str) -> str:
+    """Add to an error message about an option which key of another tool's file sets the option."""
+    options = [option for option in SET_BY if re.search(rf"--{re.escape(option)}(?![\w.])", message)]
+    keys = [SET_BY[option] for option in options if SET_BY[option] not in message]
+    return f"{message}; it is set by {keys[0]}" if keys else message
 
 
 def _check_names(file: ForeignConfig, group: str) -> None:

@@ -19,14 +19,6 @@ def _block_size(file: ForeignConfig, size: int) -> Options:
     return {"model_config.block_size": size, "train.max_seq_length": size}
 
 
-def _max_epochs(file: ForeignConfig, epochs: float) -> Options:
-    """Multiply epochs by the row length: a minGPT epoch has one row per position of the text."""
-    length = file.option("train.max_seq_length") or file.find("data_config", "block_size")
-    if length is None:
-        raise ValueError("counts rows of data_config.block_size tokens; set block_size, or use --train.epochs")
-    return {"train.epochs": epochs * COUNT(length)}
-
-
 def _snapshot_path(file: ForeignConfig, path: str) -> Options:
     return {"resume": "auto", "out_dir": path.removesuffix(".pt")}
 
@@ -48,9 +40,7 @@ OPTIMIZER = {
     "learning_rate": Rule(POSITIVE, "train.learning_rate"),
 }
 TRAINER = {
-    "max_epochs": Rule(
-        COUNT, "train.epochs", _max_epochs, note="a minGPT epoch reads each token block_size times, in overlapping rows"
-    ),
+    "max_epochs": Rule(COUNT, "train.epochs"),
     "batch_size": BATCH_SIZE,
     "data_loader_workers": Rule(COUNT_OR_ZERO, "data.num_workers"),
     "grad_norm_clip": CLIP_NORM,
@@ -64,7 +54,7 @@ TRAINER = {
     "use_amp": Rule({True: "auto", False: "32-true"}, "precision", note="auto: bf16-mixed on CUDA, 32-true on a CPU"),
 }
 IMPLIED: dict[str, Options] = {
-    "data_config": {"data": "CharText"},
+    "data_config": {"data": "CharText", "data.stride": 1},  # an epoch has a row for each character
     "gpt_config": {"model_name": "gpt-mini"},
     "optimizer_config": {"train.lr_schedule": "constant", "train.lr_warmup_steps": 0},
 }

@@ -102,7 +102,7 @@ def prepare_text(
     prepared, is_cached = load_or_prepare(
         folder,
         f"{len(texts):,} documents, {text_bytes(texts) / 1e6:.1f} MB",
-        lambda: _open(folder, key, tokenizer, max_seq_length + 1, report),
+        lambda: _open(folder, key, tokenizer, max_seq_length + 1, options.stride, report),
         make,
         report,
     )
@@ -122,15 +122,20 @@ def _require_block(rows: Any, option: str, what: str) -> None:
         )
 
 
-def _open(folder: Path, key: str, tokenizer: Tokenizer | None, block_size: int, report: Report) -> PreparedData:
+def _open(
+    folder: Path, key: str, tokenizer: Tokenizer | None, block_size: int, stride: int | None, report: Report
+) -> PreparedData:
     """Read a prepared folder. Raises one of DAMAGE_ERRORS if damaged."""
     manifest = read_manifest(folder, key)
     if tokenizer is None:
         tokenizer = Tokenizer.load(folder / "tokenizer", flag="the cached tokenizer")
     if tokenizer.fingerprint != manifest.get("tokenizer"):
         raise ValueError("the tokenizer was changed")
-    train, val = open_splits(folder, manifest, block_size)
-    return PreparedData(train, val, tokenizer, _content_key(train, val, report), _summary(train, val, tokenizer))
+    train, val = open_splits(folder, manifest, block_size, stride)
+    content_key = _content_key(train, val, report)
+    if stride is not None:
+        content_key = hash_inputs({"tokens": content_key, "stride": stride})
+    return PreparedData(train, val, tokenizer, content_key, _summary(train, val, tokenizer))
 
 
 def _content_key(train: BlockDataset, val: BlockDataset | None, report: Report) -> str:

@@ -39,6 +39,7 @@ class FileText(DataModule):
     add_bos: AddBos
     cache_dir: str | None
     text_fraction: float = 1.0
+    stride: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -143,6 +144,8 @@ class CharText(FileText):
         add_bos: Whether each document begins with bos. auto: if the tokenizer adds it; null: no, as in toolkit 0.1.0.
         cache_dir: Cache folder for prepared data; ~/.cache/toolkit/data by default.
         num_workers: Data loading processes; 0 reads in the training process.
+        stride: Characters from the start of a training row to the start of the next; 1 is minGPT's. Default: rows do
+            not overlap.
     """
 
     path: str
@@ -152,11 +155,12 @@ class CharText(FileText):
     add_bos: AddBos = AUTO
     cache_dir: str | None = None
     num_workers: int = 0
+    stride: int | None = None
 
     takes_urls: ClassVar[tuple[str, ...]] = ("path",)
 
     def __post_init__(self) -> None:
-        require_positive("data", self, "block_size")
+        require_positive("data", self, "block_size", "stride")
         for name in ("train_split", "truncate"):
             share = getattr(self, name)
             require(0 < share <= 1, name, share, "must be greater than 0 and at most 1")

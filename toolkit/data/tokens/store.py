@@ -168,10 +168,13 @@ class BlockDataset:
         block_size: T + 1.
         start: The first token.
         stop: End of the tokens; None for all. A tail of fewer than ``block_size`` tokens is not used.
+        stride: Tokens from the start of a row to the start of the next; None: rows do not overlap.
     """
 
-    def __init__(self, store: TokenStore, block_size: int, start: int = 0, stop: int | None = None) -> None:
-        self.store, self.block_size, self.start = store, block_size, start
+    def __init__(
+        self, store: TokenStore, block_size: int, start: int = 0, stop: int | None = None, stride: int | None = None
+    ) -> None:
+        self.store, self.block_size, self.start, self.stride = store, block_size, start, stride or block_size
         self.n_tokens = (store.n_tokens if stop is None else stop) - start
         if not 0 <= start <= start + self.n_tokens <= store.n_tokens:
             raise ValueError(f"{store.folder} has no tokens {start:,} to {stop:,}: it has {store.n_tokens:,}")
@@ -179,10 +182,10 @@ class BlockDataset:
     @property
     def tail_tokens(self) -> int:
         """Number of tokens that do not fill a block."""
-        return self.n_tokens - len(self) * self.block_size
+        return self.n_tokens - len(self) * self.stride - (self.block_size - self.stride)
 
     def __len__(self) -> int:
-        return self.n_tokens // self.block_size
+        return max(0, self.n_tokens - self.block_size + self.stride) // self.stride
 
     def __getitem__(self, index: int) -> Row:
         if not 0 <= index < len(self):
@@ -191,7 +194,7 @@ class BlockDataset:
         return next_token_row(self.store.tokens(start, start + self.block_size))
 
     def find_row(self, index: int) -> int:
-        return self.start + index * self.block_size
+        return self.start + index * self.stride
 
 
 class ChunkBlockDataset(BlockDataset):
@@ -211,10 +214,15 @@ class ChunkBlockDataset(BlockDataset):
         return index * self.block_size + (int(self._skipped[chunk - 1]) if chunk else 0)
 
 
-def open_splits(folder: Path, manifest: Values, block_size: int) -> tuple[BlockDataset, BlockDataset | None]:
-    """Open the training and validation rows of a folder, by the token ranges in the manifest."""
+def open_splits(
+    folder: Path, manifest: Values, block_size: int, stride: int | None = None
+) -> tuple[BlockDataset, BlockDataset | None]:
+    """Open the training and validation rows of a folder, by the token ranges in the manifest.
+
+    ``stride``: of the training rows, see :class:`BlockDataset`.
+    """
     store, splits = TokenStore(folder), manifest.get("splits")
     if splits is None:
         raise ValueError(f"{folder} holds samples with a loss mask; only the data module that prepared them reads them")
     val = None if splits["val"] is None else BlockDataset(store, block_size, *splits["val"])
-    return BlockDataset(store, block_size, *splits["train"]), val
+    return BlockDataset(store, block_size, *splits["train"], stride), val
