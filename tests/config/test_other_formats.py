@@ -434,7 +434,7 @@ def test_the_free_transformer_warms_up_over_the_whole_run(parse):
 def test_errors_name_the_key_of_the_file(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("file.yaml").write_text("training: {warmup_steps: 3, max_steps: 2}")
-    command = "pretrain pico-llama --config file.yaml --accelerator cpu --devices 1 --data SyntheticTokens".split()
+    command = ["pretrain", "pico-llama", "--config", "file.yaml", "--accelerator", "cpu", "--data", "SyntheticTokens"]
     assert main(command) == 2
     assert "must be at most the 2 steps of the run; it is set by file.yaml: training.warm" in capsys.readouterr().err
     assert main([*command, "--train.lr_warmup_steps", "4"]) == 2
