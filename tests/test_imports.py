@@ -361,6 +361,72 @@ def test_unbounded_reads_and_followed_links_are_detected():
     assert risky_file_calls("open(path, 'a+b')", "")[1]
 
 
+WRITTEN = {  # texts that are written to a file or a stream without toolkit.escape, with the reason
+    "bytes or numbers": {
+        "checkpoints/gguf/export_gguf.py content", "data/text/prepare.py digest.hexdigest().encode()",
+        "reporting/plot.py _draw(title, **lines)", "checkpoints/remote/run.py content",
+        "data/streamed/open_chunks.py content", "training/callbacks/profile.py table",
+    },
+    "JSON": {"checkpoints/manifest.py f'{text}\\n'.encode()"},
+    "names that were checked, or are toolkit's": {
+        "checkpoints/hf/sums.py ''.join((f'{sums[name]}  {name}\\n' for name in names))",
+        "ui/loggers.py b''.join([(','.join(self.columns) + '\\n').encode(), *resumed])",
+        "ui/loggers.py self._logger.version.encode()",
+    },
+    "the renderers that are tested above": {"commands/launch.py text", "commands/report.py content.encode()"},
+    "read back as an error, in one line": {"data/streamed/tokenize_worker.py f'{path}{error}'"},
+    "what the user's own command prints": {"metrics/process.py chunk.decode(errors='replace')"},
+    "after stdout or a prompt of toolkit": {
+        "commands/chat.py '>>> '", "distributed/ranks.py ' '.join([f'[rank {here}]', *map(str, message)]) + '\\n'"
+    },
+}  # fmt: skip
+CALLS = {
+    "quote", "join", "escape", "writer", "DictWriter", "dump", "dump_all", "safe_dump", "safe_dump_all", "system",
+    "popen", "run", "Popen", "call", "check_call", "check_output", "print", "write", "write_text",
+    "writelines", "write_atomic",
+}  # fmt: skip
+ESCAPES = re.compile(
+    r"shlex\.(quote|join)|html\.escape|csv\.(writer|DictWriter)|yaml\.(safe_)?dump(_all)?|(rich\.)?markup\.escape"
+)
+SAFE = re.compile(r"json\.dumps\(|\b(one_line|printable|visible|to_yaml|markdown_text|render_page)\(")
+
+
+def ungated(source: str, file: str) -> set[str]:
+    """Return the calls of a module that escape text, start a shell, or write text that nothing has escaped."""
+    found = set()
+    for node in nodes_of(source):
+        if isinstance(node, ast.ImportFrom):
+            found |= {f"{file} {name}" for n in node.names if ESCAPES.fullmatch(name := f"{node.module}.{n.name}")}
+        if not isinstance(node, ast.Call) or getattr(node.func, "attr", getattr(node.func, "id", None)) not in CALLS:
+            continue
+        called, keywords = ast.unparse(node.func), {k.arg: ast.unparse(k.value) for k in node.keywords}
+        if ESCAPES.fullmatch(called) or called in ("os.system", "os.popen") or keywords.get("shell") == "True":
+            found.add(f"{file} {called}")
+        is_stream = called.endswith(("stderr.write", "stdout.write")) or (called == "print" and "file" in keywords)
+        if is_stream or called.endswith((".write_text", ".writelines", "write_atomic")):
+            written = ast.unparse(node.args[called == "write_atomic"])
+            found |= set() if SAFE.search(written) else {f"{file} {written}"}
+    return found
+
+
+def test_no_module_writes_or_escapes_foreign_text_without_the_gate():
+    files = [file for file in FILES if file.name != "escape.py"]
+    found = set().union(*(ungated(f.read_text(encoding="utf-8"), f.relative_to(PACKAGE).as_posix()) for f in files))
+    assert found == set().union(*WRITTEN.values()), "use toolkit.escape (notice for stderr), or give a reason here"
+
+
+def test_rogue_writer_is_named():
+    calls = (
+        'path.write_text(f"# {run.name}")', 'write_atomic(path, run.name.encode())', "print(name, file=sys.stderr)",
+        "sys.stderr.write(name)", "shlex.quote(name)", "html.escape(name)", "csv.writer(file)",
+        "yaml.safe_dump(values)", "os.system(name)", "subprocess.run(name, shell=True)",
+    )  # fmt: skip
+    for call in calls:
+        assert ungated(f"def write(run):\n    {call}", "rogue.py"), call
+    assert ungated("from html import escape", "rogue.py") == {"rogue.py html.escape"}
+    assert not ungated("path.write_text(json.dumps(name)); print(one_line(name), file=sys.stderr)", "")
+
+
 def test_light_modules_import_no_torch_and_a_run_no_trainer_of_lightning():
     """In one process for all: imports before a command runs must take less than a second, Fabric half as long."""
     code = (

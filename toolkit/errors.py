@@ -135,7 +135,7 @@ def first_line(error: BaseException) -> str:
 
 def notice(line: object) -> None:
     """Print a line on standard error: standard output is for results."""
-    print(printable(str(line)), file=sys.stderr)
+    print(printable(str(line)), file=sys.stderr, flush=True)
 
 
 def option_text(value: object) -> str:

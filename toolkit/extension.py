@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from toolkit.errors import UserError, one_line
+from toolkit.errors import UserError, notice, one_line
 
 GROUP = "toolkit.extensions"
 KINDS = (
@@ -98,7 +98,7 @@ def _installed() -> dict[str, tuple[Extension, str]]:
         try:
             extensions_by_name[name] = _import_extension(point.value, f"extension {name}"), point.value
         except UserError as error:  # a broken package must not stop every command
-            print(one_line(f"warning: not used: {error}"), file=sys.stderr)
+            notice(one_line(f"warning: not used: {error}"))
     return extensions_by_name
 
 

@@ -30,6 +30,7 @@ from toolkit.data.sft.labels import Labeling
 from toolkit.data.sft.tokenize import mark_scored
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
+from toolkit.io.safe_parse import read_yaml, write_yaml
 from toolkit.metrics.functions import reward
 from toolkit.models.gpt import GPT
 from toolkit.objectives.scoring import macro_f1, spearman
@@ -134,6 +135,12 @@ def test_from_the_command_line_to_transformers(base, capsys):
     assert main(["convert_from_hf", "hf", "again"]) == 0
     assert read_model_config(Path("again")).labels == config.labels
     assert torch.equal(load("again").score.weight, native.score.weight)
+    fields = read_yaml("again/model_config.yaml")
+    write_yaml(Path("again/model_config.yaml"), fields | {"labels": [f"\x1b]0;{name}\n" for name in config.labels]})
+    capsys.readouterr()
+    assert main(["classify", "again", "--texts", "reviews/val.csv", "--verify_checkpoint", "false"]) == 0
+    printed = capsys.readouterr().out
+    assert f"prediction,score_\\x1b]0;{config.labels[0]}\\n," in printed and "\x1b" not in printed
 
 
 def test_metrics_are_those_of_scikit_learn_and_scipy():

@@ -1,6 +1,5 @@
 """N7 finite-or-stop for checkpoints: check weights and optimizer state for NaN and Inf."""
 
-import sys
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 from toolkit.checkpoints.weights import Tensors, save_weights
 from toolkit.distributed.names import canonical_name
 from toolkit.distributed.shards import shard_of
-from toolkit.errors import join_first
+from toolkit.errors import join_first, notice
 from toolkit.private_torch import local_shard, tensor_norms
 
 
@@ -68,4 +67,4 @@ def write_weights(tensors: Iterable[tuple[str, Tensor]], path: Path, folder: Pat
 def warn_nonfinite(names: list[str], path: Path) -> None:
     """Print a warning about converted tensors that contain NaN or Inf, if there are any."""
     if names:
-        print(f"warning: NaN or Inf in {len(names)} tensor(s) of {path}: {join_first(names)}", file=sys.stderr)
+        notice(f"warning: NaN or Inf in {len(names)} tensor(s) of {path}: {join_first(names)}")

@@ -5,12 +5,11 @@ It is written last and also marks the folder as complete. Folders with an empty 
 """
 
 import json
-import sys
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from toolkit.errors import UserError, join_first, one_line
+from toolkit.errors import UserError, join_first, notice, one_line
 from toolkit.io.atomic import write_atomic
 from toolkit.io.checksums import Checksum, Checksums, check_entries, checksum_files, find_damage
 from toolkit.io.safe_parse import MAX_BYTES, open_regular, parse_json
@@ -109,7 +108,7 @@ def require_intact(folder: Path, editable: tuple[str, ...] = EDITABLE) -> None:
     """
     files = read_manifest(folder)
     if files is None:
-        print(missing_manifest_note(folder), file=sys.stderr)
+        notice(missing_manifest_note(folder))
     elif damage := find_damage(folder, {name: entry for name, entry in files.items() if not name.startswith(editable)}):
         raise DamagedCheckpointError(describe_damage(folder, damage))
 

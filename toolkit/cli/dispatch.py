@@ -20,7 +20,7 @@ from toolkit.config.checks import print_once
 from toolkit.distributed.rendezvous import report_failure
 from toolkit.distributed.restarts import end_with_parent, is_supervised, supervise
 from toolkit.distributed.signals import hold_signals, ignore_until_exit
-from toolkit.errors import CommandError, TerminatedError, did_you_mean, one_line, require_bitsandbytes
+from toolkit.errors import CommandError, TerminatedError, did_you_mean, notice, one_line, require_bitsandbytes
 from toolkit.io.atomic import NO_SPACE
 from toolkit.io.streams import EscapedOutput, SafeOutput, open_missing_streams
 
@@ -159,7 +159,7 @@ def _end(program: str, message: object, code: int, is_internal: bool = False) ->
 
     def report(prefix: str) -> None:
         if text and not is_internal:
-            print(f"{program}: {prefix}{text}", file=sys.stderr, flush=True)
+            notice(f"{program}: {prefix}{text}")
 
     is_alone = program.removeprefix("toolkit ") in COMMANDS.keys() - set(DISTRIBUTED)  # no other process waits for it
     report("") if is_alone else report_failure(error, text, code, report)

@@ -12,7 +12,7 @@ from toolkit.data.sft.labels import MULTI, SINGLE
 from toolkit.data.sft.readers import KINDS, RowFile, describe_row, find_splits
 from toolkit.data.sft.schemas import parse_row
 from toolkit.errors import UserError, join_first, notice, require_option
-from toolkit.escape import csv_writer
+from toolkit.escape import csv_writer, visible
 
 
 def setup(
@@ -84,7 +84,7 @@ def setup(
     added = [
         "prediction",
         *["token_rewards"] * (config.head == "token_reward"),
-        *(f"score_{label}" for label in labels),
+        *(f"score_{visible(label)}" for label in labels),
     ]
     if repeated := {*columns} & {*added}:
         raise UserError(f"--texts {texts}: has a column {min(repeated)}, which classify adds; rename it")
@@ -95,7 +95,8 @@ def setup(
     for start in range(0, len(rows), batch_size):
         part = slice(start, start + batch_size)
         for values, predictions in zip(rows[part], scorer.predict(encodings[part]), strict=True):
-            cells = [*map(values.get, columns), *predictions]
+            added = [visible(cell) if isinstance(cell, str) else cell for cell in predictions]  # a label of the model
+            cells = [*map(values.get, columns), *added]
             writer.writerow([json.dumps(cell) if isinstance(cell, list | dict) else cell for cell in cells])
     if scorer.n_cut:
         notice(f"{scorer.n_cut:,} texts cut to {config.block_size:,} tokens, the model's context length")

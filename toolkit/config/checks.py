@@ -1,11 +1,10 @@
 """Check option values. Imports no torch."""
 
 import os
-import sys
 from typing import Any
 
 from toolkit.config.other_tools import VALUE_HINTS
-from toolkit.errors import UserError, did_you_mean, one_line, require_option
+from toolkit.errors import UserError, did_you_mean, notice, one_line, require_option
 from toolkit.extension import registered
 
 _UNCHECKED = (None, "auto")
@@ -53,4 +52,4 @@ def take_notes() -> list[str]:
 def print_once(*lines: str) -> None:
     """Print lines on stderr, in the first process of a run only."""
     if lines and all(os.environ.get(rank, "0") == "0" for rank in ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID")):
-        print(*map(one_line, lines), sep="\n", file=sys.stderr, flush=True)
+        notice("\n".join(map(one_line, lines)))

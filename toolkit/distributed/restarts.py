@@ -11,7 +11,7 @@ from types import FrameType
 
 from toolkit.distributed.launchers import PARENT
 from toolkit.distributed.signals import SIGNALS
-from toolkit.errors import UserError
+from toolkit.errors import UserError, notice
 
 _FINAL = (0, 2, 3)  # done, a user's mistake, a guard: again the same
 
@@ -68,6 +68,6 @@ def supervise(words: list[str], max_restarts: int) -> int:
         if code in _FINAL or code > 128 or is_stopped or restart == max_restarts:
             break
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
-        print(f"toolkit {words[0]}: {how}; restart {restart + 1} of {max_restarts}", file=sys.stderr, flush=True)
+        notice(f"toolkit {words[0]}: {how}; restart {restart + 1} of {max_restarts}")
         command = [*command[:3], *resuming(words)]
     return 128 - code if code < 0 else code

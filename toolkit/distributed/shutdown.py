@@ -7,7 +7,6 @@ collective. Rank 0 determines the root cause and reports it. The other ranks end
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -20,7 +19,15 @@ from toolkit.distributed.launchers import PARENT
 from toolkit.distributed.lifeline import Lifeline
 from toolkit.distributed.rendezvous import FAILED
 from toolkit.distributed.world import WorldInfo
-from toolkit.errors import CallbackError, CommandError, PeerLostError, PeerShutdownError, first_line, mark_reported
+from toolkit.errors import (
+    CallbackError,
+    CommandError,
+    PeerLostError,
+    PeerShutdownError,
+    first_line,
+    mark_reported,
+    notice,
+)
 from toolkit.io.threads import call_with_timeout
 
 EXIT_TIMEOUT_S = 5.0  # for the processes of a failed run to exit
@@ -177,7 +184,7 @@ class ShutdownCoordinator:
         if is_rank0:
             self._publish("end", verdict)
         if str(verdict):
-            print(f"toolkit: {self._with_hint(verdict)}", file=sys.stderr, flush=True)
+            notice(f"toolkit: {self._with_hint(verdict)}")
         _kill_children()
         os._exit(verdict.exit_code)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import closing
 from typing import Any, cast
@@ -11,17 +10,13 @@ from torch import Tensor
 
 from toolkit.data.base import Report
 from toolkit.distributed import ranks
-from toolkit.errors import UserError, require_option
+from toolkit.errors import UserError, notice, require_option
 from toolkit.inference.decode import Decoder, decode
 from toolkit.inference.sampling import Sampling
 from toolkit.models.gpt import GPT
 from toolkit.models.kv_cache import KVCache
 
 _SAMPLING = Sampling()
-
-
-def _print(text: str) -> None:
-    print(text, file=sys.stderr)
 
 
 def generate(model: GPT, prompt_ids: Tensor, *, seed: int | None = None, **options: Any) -> Iterator[int]:
@@ -54,7 +49,7 @@ def generate_batch(
     cache: KVCache | None = None,
     cuda_graph: bool = True,
     names: Sequence[str] = (),
-    notice: Report = _print,
+    notice: Report = notice,
     is_alone: bool = False,
     lockstep: Sequence[Tensor] = (),
 ) -> Generator[list[int | None], None, None]:

@@ -7,7 +7,6 @@ Files are read in the chunks of the manifest's checksums. Chunks of an interrupt
 import hashlib
 import os
 import shutil
-import sys
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +23,7 @@ from toolkit.checkpoints.manifest import (
     parse_manifest,
 )
 from toolkit.checkpoints.remote.checkpoints import newest_first
-from toolkit.errors import UserError
+from toolkit.errors import UserError, notice
 from toolkit.io.checksums import CHUNK, Checksums
 from toolkit.io.locks import file_lock
 from toolkit.io.paths import user_cache
@@ -47,7 +46,7 @@ def local_copy(url: str, flag: str, with_trainer: bool = False) -> Path:
             target.parent.mkdir(parents=True, exist_ok=True)
             with file_lock(target.with_name(f"{target.name}.lock")):  # one process of a node downloads, the others wait
                 if not has_same_manifest(storage, folder, target):
-                    download(storage, folder, target, lambda line: print(line, file=sys.stderr), not with_trainer)
+                    download(storage, folder, target, notice, not with_trainer)
             return target
     except OSError as error:
         raise UserError(f"{flag} {url}: cannot be copied to {target}: {error.strerror or error}") from error
