@@ -1,7 +1,9 @@
 """The shipped metrics against libraries that are not ours, and their edge cases."""
 
 import math
+import os
 import random
+import select
 import sys
 
 import numpy as np
@@ -73,18 +75,24 @@ def test_choice_compares_sums_and_sums_per_character():
 
 
 def test_check_runs_a_command_with_a_time_limit(tmp_path, monkeypatch):
-    """The command starts a child that would run for ever and would keep the pipe open."""
+    """The command starts a child that would run for ever and would keep the pipe open. It is ended, too."""
     monkeypatch.setattr(functions, "CHECK_SECONDS", 2.0)
+    os.mkfifo(tmp_path / "of the child")
+    child = os.open(tmp_path / "of the child", os.O_RDONLY | os.O_NONBLOCK)
     (tmp_path / "checker.py").write_text(
         "import json, subprocess, sys\n"
         "values = json.load(sys.stdin)\n"
         "print('x' * 1_000_000)\n"
-        "if values['answer'] == 'hang': subprocess.run([sys.executable, '-c', 'while True: pass'])\n"
+        "if values['answer'] == 'hang': subprocess.run(['sleep', '600'], stdout=open('of the child', 'w'))\n"
         "sys.exit(values['answer'] != values['row']['expected'] + (values['reference'] or ''))\n"
     )
     command = f"{sys.executable} {tmp_path / 'checker.py'}"
     rows = [{"expected": "a"}] * 3
+    monkeypatch.chdir(tmp_path)
     assert functions.check(["ab", "a", "hang"], ["b", "b", None], rows, command) == {"check": [True, False, False]}
+    is_closed, _, _ = select.select([child], [], [], 10)
+    os.close(child)
+    assert is_closed, "the child still runs"
     with pytest.raises(FileNotFoundError):
         functions.check(["a"], [None], rows[:1], "no-such-command")
 

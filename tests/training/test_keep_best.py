@@ -14,6 +14,8 @@ from toolkit.checkpoints.folder import load_model
 from toolkit.checkpoints.store import complete_checkpoints, newest, step_of
 from toolkit.checkpoints.weights import load_state
 from toolkit.cli import main
+from toolkit.training.best_metric import VAL_LOSS, BestMetric
+from toolkit.training.callbacks.best import EarlyStopping
 from toolkit.training.run import Run
 
 LOSSES = {2: 3.0, 4: 2.0, 6: 2.5, 8: 2.0, 10: 1.5, 12: 1.9}  # the best so far: 2, 4, 4, 4, 10, 10
@@ -68,6 +70,21 @@ def test_pruning_keeps_the_best_checkpoint(flags, fake_losses, tmp_path):
 def test_no_best_checkpoint_without_the_flag(flags, fake_losses, tmp_path):
     assert pretrain(flags, tmp_path / "run", 2, "--train.keep_best", "false") == 0
     assert "best" not in dict(complete_checkpoints(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("metric", [VAL_LOSS, BestMetric("val_f1", is_higher_better=True)], ids=str)
+def test_s2_best_value_and_patience_are_restored(metric):
+    """A worse value after a resume is no new best one; the state of another direction is left alone."""
+    best, worse = (2.0, 1.0) if metric.is_higher_better else (1.0, 2.0)
+    states = [EarlyStopping(3, metric) for _ in range(2)]
+    states[0].on_validation_end(None, {metric.name: best})
+    states[0].on_validation_end(None, {metric.name: worse})
+    states[1].load_state_dict(states[0].state_dict())
+    assert states[1].best == best and states[1].stale_validations == 1 and not states[1].restarts
+    assert not states[1].is_new_best({metric.name: worse})
+    other = EarlyStopping(3, BestMetric(metric.name, not metric.is_higher_better))
+    other.load_state_dict(states[0].state_dict())
+    assert other.restarts and (other.best, other.stale_validations) == (None, 0)
 
 
 @pytest.mark.slow

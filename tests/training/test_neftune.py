@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 from helpers.cases import check_each
-from helpers.groups import Case, run_group
+from helpers.groups import SERVER, Case, run_group, start_server
 from helpers.groups import losses as losses_of
 from helpers.initialize import initialize
 from helpers.small_runs import write_base, write_rows
@@ -51,7 +51,11 @@ def test_noise_is_that_of_transformers(monkeypatch):
     assert "noise" not in forward_inputs(model.eval(), collate([row], [0], [7], 16, NO_ROUNDING), torch.device("cpu"))
 
 
-def test_noise_of_a_sample_does_not_depend_on_the_batch():
+def draw_as_list(noise, lengths):
+    return noise.draw(lengths, 32).tolist()
+
+
+def test_noise_of_a_sample_depends_on_neither_the_batch_nor_the_process():
     noise = EmbeddingNoise(5.0, 1, (3, 8))
     lengths = torch.tensor([[70] * 90, [5] * 90])
     both = noise.draw(lengths, 32)
@@ -61,6 +65,9 @@ def test_noise_of_a_sample_does_not_depend_on_the_batch():
     assert both[0].abs().max() < 5 / (70 * 32) ** 0.5 < both[1].abs().max() < 5 / (5 * 32) ** 0.5
     assert not torch.equal(noise._replace(seed=2).draw(lengths, 32), both)
     noise._replace(keys=(-1, -1)).draw(0 * lengths, 32)  # filler rows
+    start_server()
+    with SERVER.Pool(1) as pool:
+        assert pool.apply(draw_as_list, (noise, lengths[:, :2])) == draw_as_list(noise, lengths[:, :2])
 
 
 def test_n3_s2_runs_are_the_same_for_any_split_and_after_a_resume(base, rows, tmp_path):

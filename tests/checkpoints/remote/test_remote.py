@@ -362,9 +362,10 @@ def test_staging_folder_that_cannot_be_written_is_one_line_and_the_lease_is_rele
 def test_checkpoint_is_not_completed_if_another_run_takes_over_during_its_upload(tmp_path, monkeypatch):
     monkeypatch.setattr(lease, "REFRESH_S", 60.0)  # the refresh does not notice it
     run, _ = prepare(tmp_path / "out")
-    uploader, upload = run.start_uploads(keep_last=1, report=print), Storage.upload
+    uploader, upload, names = run.start_uploads(keep_last=1, report=print), Storage.upload, []
 
     def upload_and_take_over(self, file, name):
+        names.append(name)
         upload(self, file, name)
         self.write(LEASE, json.dumps({"id": "other", "pid": 1, "host": "node"}).encode())
 
@@ -373,6 +374,10 @@ def test_checkpoint_is_not_completed_if_another_run_takes_over_during_its_upload
     assert uploader.wait(10) and complete(run.storage) == []
     assert "another run has taken over: process 1 on node" in uploader.failed["step-00000010"]
     assert uploader.lease.taken_by is not None  # what ends the run
+    assert names
+    names.clear()
+    uploader.submit(make(tmp_path / "out" / "step-00000020", 20))
+    assert uploader.wait(10) and not names, "the next one is not begun"
     uploader.close()
 
 
