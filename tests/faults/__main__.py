@@ -47,7 +47,7 @@ def planned(pool: ProcessPoolExecutor, only: list[str], quick: bool, limit: int 
     for name, subject in sorted(plans, key=tries.__getitem__):
         plan = plans[name, subject]
         seeds = plan if isinstance(plan, list) else plan.result()
-        drawn = random.Random(f"{name}:{subject}").sample(seeds, min(len(seeds), limit or len(seeds)))
+        drawn = random.Random(f"{name}:{subject}").sample(seeds, len(seeds))[:limit]
         series.append([core.Trial(name, subject, seed) for seed in drawn])
     for turn in zip_longest(*series):
         yield from filter(None, turn)

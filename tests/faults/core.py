@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[2]
 TRIALS = ROOT / "build" / "faults" / "trials.jsonl"
 SUMMARY = Path(__file__).with_name("faults.json")
+WRITTEN = ("tests/faults/faults.json", "tutorials/reliability.md")
 
 
 class Trial(NamedTuple):
@@ -47,9 +48,13 @@ class Way:
 
 
 def commit() -> str:
-    """Return the commit, with a mark if the checkout has changes."""
-    words = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]
-    return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+    """Return the commit, with a mark if the checkout has changes other than the files that trials write."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", "-C", ROOT, *words], capture_output=True, text=True, check=True).stdout.strip()
+
+    changes = git("status", "--porcelain", "--untracked-files=no", "--", ".", *(f":!{path}" for path in WRITTEN))
+    return git("rev-parse", "--short=10", "HEAD") + ("-dirty" if changes else "")
 
 
 def machine() -> str:
