@@ -1,3 +1,4 @@
+import math
 import re
 from pathlib import Path
 
@@ -5,7 +6,7 @@ import pytest
 
 from toolkit.cli.parser import parse
 from toolkit.commands.pretrain import setup
-from toolkit.config import PRETRAIN, TrainArgs
+from toolkit.config import FINETUNE, PRETRAIN, TrainArgs
 from toolkit.errors import UserError
 from toolkit.optim.schedule import build_schedule, describe_scaling
 
@@ -68,9 +69,9 @@ def test_lr_scaling_keeps_the_samples_of_the_warmup(how):
 
     assert [warmup(1000, batch, lr_warmup_steps=80) for batch in (64, 256, 16, 64 * 200)] == [80, 20, 320, 1]
     assert warmup(1000, 256, lr_warmup_steps=0) == 0
-    # fractions of the run are samples already; the limit of 2,000 steps and the default without a length are steps
+    # fractions of the run are samples already; the limit of 2,000 steps is in steps
     assert warmup(1000, 256, lr_warmup_fraction=0.1) == 100 and warmup(1000, 256) == 50
-    assert warmup(1_000_000, 256) == 500 and warmup(None, 256) == 25
+    assert warmup(1_000_000, 256) == 500
 
 
 def test_scaled_warmup_as_long_as_the_run_is_an_error():
@@ -94,11 +95,41 @@ def test_tutorial_shows_the_line_of_its_command():
     assert describe_scaling(TrainArgs(), schedule(), PRETRAIN) is None
 
 
-def test_run_limited_by_time_only_needs_a_constant_learning_rate():
-    with pytest.raises(UserError, match="--train.lr_schedule cosine"):
-        schedule(None)
-    plan = schedule(None, lr_schedule="constant", learning_rate=1.0)
-    assert 0 < plan.learning_rate(0) < plan.learning_rate(10**6) == 1.0
+def timed(**options):
+    return schedule(None, max_time=5.0, learning_rate=1e-3, **options)
+
+
+def test_n5_warmup_and_decay_follow_the_share_of_a_time_budget():
+    """The same rates as over steps, with the share of the time in place of the share of the steps."""
+    for shape in ("cosine", "linear", "constant", "wsd"):
+        by_time = timed(lr_schedule=shape, lr_warmup_fraction=0.05)
+        by_steps = schedule(100_001, lr_schedule=shape, lr_warmup_fraction=0.05, learning_rate=1e-3)
+        for share in (0.01, 0.03, 0.05, 0.3, 0.79, 0.9, 1.0):
+            rates = by_time.learning_rate(7, share * 300), by_steps.learning_rate(round(share * 100_000))
+            assert rates[0] == pytest.approx(rates[1], rel=1e-3), (shape, share)
+        assert by_time.learning_rate(0, 0.0) == pytest.approx(1e-5)  # above zero
+        assert by_time.learning_rate(10**6, math.inf) == (1e-3 if shape == "constant" else pytest.approx(1e-4))
+
+
+def test_n5_warmup_of_a_time_budget():
+    plan = timed()
+    assert plan.learning_rate(0, 7.5) == pytest.approx(5e-4)  # 2.5 % of the time: half of the warm-up
+    assert build_schedule(TrainArgs(max_time=5.0), None, FINETUNE).warmup_fraction == 0.03
+    for options in ({"lr_warmup_steps": 0}, {"lr_warmup_fraction": 0}):
+        assert timed(**options).learning_rate(0, 0.0) == 1e-3
+    in_steps = timed(lr_warmup_steps=50)  # the run may have fewer: it decays all the same
+    assert [in_steps.learning_rate(step, 0.0) for step in (0, 24)] == pytest.approx([2e-5, 5e-4])
+    assert in_steps.learning_rate(20, 300.0) == pytest.approx(1e-4)
+
+
+def test_schedule_says_its_warmup():
+    assert str(schedule(1000)) == (
+        "peak learning rate 0.0004 after a warm-up of 50 steps, cosine to 4e-05 over 1,000 steps"
+    )
+    assert str(timed()).endswith("after a warm-up of 5 % of the time, cosine to 0.0001 over 5 minutes")
+    assert str(timed(lr_schedule="constant", lr_warmup_steps=7)).endswith(
+        "a warm-up of 7 steps, constant over 5 minutes"
+    )
 
 
 def test_min_lr_above_the_peak_is_an_error():
@@ -106,8 +137,5 @@ def test_min_lr_above_the_peak_is_an_error():
         schedule(min_lr=1.0, learning_rate=0.1)
 
 
-def test_n5_warmup_fraction_of_a_run_of_unknown_length():
-    assert schedule(None, lr_schedule="constant", lr_warmup_fraction=0).warmup_steps == 0
-    with pytest.raises(UserError, match="--train.lr_warmup_fraction 0.1"):
-        schedule(None, lr_schedule="constant", lr_warmup_fraction=0.1)
-    assert schedule(1_000_000, lr_warmup_fraction=0.5).warmup_steps == 500_000  # explicit values are not capped
+def test_n5_explicit_warmup_fraction_is_not_capped():
+    assert schedule(1_000_000, lr_warmup_fraction=0.5).warmup_steps == 500_000

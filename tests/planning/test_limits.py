@@ -43,8 +43,12 @@ def test_extended_limits_count_from_the_progress():
     assert more.total_steps == 5
 
 
-def test_max_time_is_in_minutes():
-    assert limits(max_time=1.5).max_seconds == 90
+def test_max_time_is_the_budget_of_the_run_or_a_limit_of_the_launch():
+    alone, beside = limits(max_time=1.5), limits(max_time=1.5, max_steps=7)
+    assert (alone.total_seconds, alone.max_seconds) == (90, None)
+    assert (beside.total_seconds, beside.max_seconds) == (None, 90)
+    assert alone.reached(10**6, 10**9, 90.0) and not alone.reached(10**6, 10**9, 89.9)
+    assert not beside.reached(6, 480, 1e9)
 
 
 def test_tokens_of_ragged_rows_are_estimated_for_the_schedule_only():
@@ -75,7 +79,7 @@ def test_default_intervals_depend_on_the_length_of_the_run():
 
 
 def test_intervals_of_a_run_limited_by_time_are_times():
-    assert intervals(max_time=20) == Intervals(None, 120, None, 240)
+    assert intervals(max_time=1) == Intervals(None, 6, None, 600)  # a short run saves at its end
     assert intervals(max_time=600) == Intervals(None, 3600, None, 600)
 
 

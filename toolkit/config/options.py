@@ -70,13 +70,15 @@ class TrainArgs:
         epochs: Stop after this many passes over the training data; may be fractional. Without any limit, finetuning
             ends after 3, on preferences after 1; a named architecture trained from scratch ends after 4, or after 20
             tokens per active parameter if that is less.
-        max_time: Stop this launch after this many minutes.
+        max_time: As the only limit, the run's budget in minutes of training over all launches, from the first step on;
+            warm-up and decay follow the share that is used. With another limit, stop this launch after this many
+            minutes.
         max_seq_length: Tokens per sequence. auto: the model's context length.
         learning_rate: Peak learning rate. auto: 2e-4 for adapters, 2e-5 in finetune_full; with preferences 5e-6 and
             5e-7.
         lr_schedule: LR schedule after the warm-up. "wsd": warm-up, stable, decay (the last 20 %).
         lr_warmup_steps: Optimizer steps of linear warm-up. auto: 5 % of the run, at most 2,000, for pretraining; 3 %
-            for finetuning.
+            for finetuning; with a budget of time that share of it.
         lr_warmup_fraction: Warm-up as a fraction of the run, instead of lr_warmup_steps.
         lr_scaling: Scale learning rates by the ratio of global_batch_size to lr_base_batch, or by its square root, and
             divide the warm-up steps by that ratio. sqrt suits Adam, linear suits SGD.
@@ -92,8 +94,8 @@ class TrainArgs:
             rowwise: one per row, more accurate. Needs --precision bf16-mixed or bf16-true.
         save_interval: Optimizer steps between checkpoints. auto: a fifth of the run, at least 5 steps. 0 saves at the
             end only.
-        save_every_minutes: Also save when the last checkpoint is this many minutes old; null disables. auto: 10, or a
-            fifth of max_time if that is less, with save_interval auto; otherwise null.
+        save_every_minutes: Also save when the last checkpoint is this many minutes old; null disables. auto: 10 with
+            save_interval auto, otherwise null.
         async_save: Continue training while a step checkpoint is written from a copy of the state in host memory.
         keep_last: Number of step checkpoints to keep; 0 keeps all.
         keep_best: Also keep the checkpoint with the lowest validation loss, or the best by eval.best_by, as the folder
@@ -143,6 +145,13 @@ class TrainArgs:
         """``learning_rate`` after :func:`toolkit.planning.training_options.run_args` has replaced auto."""
         assert self.learning_rate != AUTO
         return cast("float", self.learning_rate)
+
+    @property
+    def budget_seconds(self) -> float | None:
+        """The run's budget of training time, if ``max_time`` is its only limit."""
+        other_limits = (self.max_steps, self.max_tokens, self.epochs)
+        is_budget = self.max_time is not None and all(limit is None for limit in other_limits)
+        return 60 * cast("float", self.max_time) if is_budget else None
 
     def __post_init__(self) -> None:
         require_positive(

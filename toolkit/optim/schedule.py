@@ -1,4 +1,4 @@
-"""N5 sane-schedule-and-decay: the LR schedule, a pure function of the step."""
+"""N5 sane-schedule-and-decay: the LR schedule, a pure function of the step, or of the used share of a time budget."""
 
 import math
 from dataclasses import dataclass
@@ -9,34 +9,59 @@ from toolkit.errors import UserError
 WSD_DECAY_FRACTION = 0.2
 """Decay phase of a warm-up-stable-decay schedule, as a fraction of the run."""
 
-WARMUP_WITHOUT_HORIZON = 100
-"""Warm-up steps of a run that only max_time limits."""
+MIN_WARMUP = 0.01
+"""Smallest learning rate of a warm-up over time, as a fraction of the peak: the first step begins at time 0."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The LR schedule over ``total_steps`` optimizer steps (None: unknown end, constant after the warm-up)."""
+    """The LR schedule over ``total_steps`` optimizer steps, or over ``total_seconds`` of training.
+
+    The warm-up is ``warmup_steps``, or ``warmup_fraction`` of the seconds.
+    """
 
     shape: str
     peak: float
     minimum: float
     warmup_steps: int
     total_steps: int | None
+    total_seconds: float | None = None
+    warmup_fraction: float | None = None
 
-    def learning_rate(self, step: int) -> float:
-        """Return the learning rate of update ``step``, counted from 0.
+    def __str__(self) -> str:
+        fraction = self.warmup_fraction
+        warmup = f"{100 * fraction:.4g} % of the time" if fraction else f"{self.warmup_steps:,} steps"
+        length = (
+            f"{self.total_steps:,} steps" if self.total_seconds is None else f"{self.total_seconds / 60:.4g} minutes"
+        )
+        shape = self.shape if self.shape == "constant" else f"{self.shape} to {self.minimum:.3g}"
+        return f"peak learning rate {self.peak:.3g} after a warm-up of {warmup}, {shape} over {length}"
+
+    def learning_rate(self, step: int, seconds: float = 0.0) -> float:
+        """Return the learning rate of update ``step``, counted from 0, which begins after ``seconds`` of training.
 
         The linear warm-up starts above zero and reaches the peak at its last step. The schedule ends at the minimum.
         """
+        if self.total_seconds is not None:
+            share = min(seconds / self.total_seconds, 1.0)
+            start = fraction = self.warmup_fraction or 0.0
+            if self.shape == "wsd":
+                start = max(start, 1 - WSD_DECAY_FRACTION)
+            warmup = max(MIN_WARMUP, share / fraction) if fraction else (step + 1) / max(1, self.warmup_steps)
+            # not one after the other: a warm-up in steps may be longer than the run
+            return min(self.peak * min(1.0, warmup), self._decay((share - start) / (1 - start)))
         if step < self.warmup_steps:
             return self.peak * (step + 1) / self.warmup_steps
-        if self.shape == "constant":
-            return self.peak
         assert self.total_steps is not None
         start = self.warmup_steps
         if self.shape == "wsd":
             start = max(start, self.total_steps - max(1, round(WSD_DECAY_FRACTION * self.total_steps)))
-        progress = min(max(0.0, (step - start) / max(1, self.total_steps - 1 - start)), 1.0)
+        return self._decay((step - start) / max(1, self.total_steps - 1 - start))
+
+    def _decay(self, progress: float) -> float:
+        if self.shape == "constant":
+            return self.peak
+        progress = min(max(0.0, progress), 1.0)
         factor = 0.5 * (1 + math.cos(math.pi * progress)) if self.shape == "cosine" else 1 - progress
         return self.minimum + (self.peak - self.minimum) * factor
 
@@ -75,20 +100,19 @@ def describe_scaling(args: TrainArgs, schedule: Schedule, defaults: CommandDefau
     if args.lr_scaling == "none":
         return None
     scaling = lr_scaling(args, defaults)
+    samples = schedule.warmup_steps * args.global_batch_size
+    warmup = "" if schedule.warmup_fraction else f", warm-up {schedule.warmup_steps} steps ({samples:,} samples)"
     return (
         f"LR scaling {args.lr_scaling}: global batch {args.global_batch_size} / {scaling.base} = {scaling.ratio:.4g}; "
-        f"peak learning rate {args.peak_learning_rate:.3g} x {scaling.factor:.4g} = {schedule.peak:.3g}, "
-        f"warm-up {schedule.warmup_steps} steps ({schedule.warmup_steps * args.global_batch_size:,} samples)"
+        f"peak learning rate {args.peak_learning_rate:.3g} x {scaling.factor:.4g} = {schedule.peak:.3g}{warmup}"
     )
 
 
 def build_schedule(args: TrainArgs, total_steps: int | None, defaults: CommandDefaults) -> Schedule:
-    """Build a run's LR schedule, scaled to its global batch. ``defaults`` are the command's defaults."""
-    if total_steps is None and args.lr_schedule != "constant":
-        raise UserError(
-            f"--train.lr_schedule {args.lr_schedule}: needs the length of the run, which --train.max_time alone does "
-            "not define; add --train.max_steps, max_tokens or epochs, or use --train.lr_schedule constant"
-        )
+    """Build a run's LR schedule, scaled to its global batch. ``defaults`` are the command's defaults.
+
+    ``total_steps`` is None if only ``max_time`` limits the run.
+    """
     scaling = lr_scaling(args, defaults)
     peak = args.peak_learning_rate * scaling.factor
     minimum = (args.peak_learning_rate / 10 if args.min_lr == AUTO else args.min_lr) * scaling.factor
@@ -96,11 +120,15 @@ def build_schedule(args: TrainArgs, total_steps: int | None, defaults: CommandDe
         raise UserError(
             f"--train.min_lr {args.min_lr}: must not exceed --train.learning_rate {args.peak_learning_rate}"
         )
-    warmup_steps = _warmup_steps(args, scaling, total_steps, defaults)
-    return Schedule(args.lr_schedule, peak, minimum, warmup_steps, total_steps)
+    steps, fraction = _warmup(args, scaling, total_steps, defaults)
+    return Schedule(args.lr_schedule, peak, minimum, steps, total_steps, args.budget_seconds, fraction)
 
 
-def _warmup_steps(args: TrainArgs, scaling: LRScaling, total_steps: int | None, defaults: CommandDefaults) -> int:
+def _warmup(
+    args: TrainArgs, scaling: LRScaling, total_steps: int | None, defaults: CommandDefaults
+) -> tuple[int, float | None]:
+    """Return the warm-up in steps, and as a fraction of a budget of time."""
+    fraction = args.lr_warmup_fraction
     if args.lr_warmup_steps != AUTO:
         steps = scaling.scale_steps(args.lr_warmup_steps)
         if total_steps is not None and steps > total_steps:
@@ -109,15 +137,9 @@ def _warmup_steps(args: TrainArgs, scaling: LRScaling, total_steps: int | None, 
                 f"--train.lr_warmup_steps {args.lr_warmup_steps}:{scaled} must be at most the {total_steps} steps of "
                 "the run"
             )
-        return steps
-    fraction = args.lr_warmup_fraction
+        return steps, None
     if total_steps is None:
-        if fraction:
-            raise UserError(
-                f"--train.lr_warmup_fraction {fraction}: needs the length of the run, which --train.max_time alone "
-                "does not define; use --train.lr_warmup_steps"
-            )
-        return scaling.scale_steps(WARMUP_WITHOUT_HORIZON) if fraction is None else 0
+        return 0, defaults.warmup if fraction is None else fraction
     if fraction is not None:
-        return int(fraction * total_steps)
-    return int(min(defaults.warmup * total_steps, defaults.max_warmup_steps / scaling.ratio))
+        return int(fraction * total_steps), None
+    return int(min(defaults.warmup * total_steps, defaults.max_warmup_steps / scaling.ratio)), None

@@ -22,7 +22,7 @@ class Progress:
         step: Optimizer steps done.
         tokens: Input tokens so far, over all ranks.
         samples: Position in the sample stream, over all ranks.
-        seconds: Wall time in seconds, summed over all launches.
+        seconds: Seconds of training, from the first step to the last, summed over all launches.
         logged_rows: Rows of metrics.csv.
         metrics_crc: CRC-32 of these rows; 0 if unknown.
         data: State of the sample order at ``samples``, see :meth:`toolkit.data.order.SampleOrder.state`.
@@ -47,7 +47,8 @@ class Limits:
         max_tokens: Input tokens of the run.
         last_step: The last step of the run. Differs from ``total_steps`` if that is an estimate from ``max_tokens``
             and the mean length of ragged rows. The estimate only determines the LR schedule.
-        max_seconds: Wall-time limit of this launch in seconds.
+        max_seconds: Wall-time limit of this launch in seconds, beside another limit.
+        total_seconds: Training time of the run over all launches, if nothing else limits it.
     """
 
     total_steps: int | None
@@ -55,12 +56,12 @@ class Limits:
     max_tokens: int | None
     max_seconds: float | None
     last_step: int | None
+    total_seconds: float | None = None
 
-    def reached(self, step: int, tokens: int) -> bool:
-        """Whether a run is finished after ``step`` steps and ``tokens`` tokens."""
-        return (self.last_step is not None and step >= self.last_step) or (
-            self.max_tokens is not None and tokens >= self.max_tokens
-        )
+    def reached(self, step: int, tokens: int, seconds: float = 0.0) -> bool:
+        """Whether a run is finished after ``step`` steps, ``tokens`` tokens and ``seconds`` of training."""
+        pairs = ((self.last_step, step), (self.max_tokens, tokens), (self.total_seconds, seconds))
+        return any(limit is not None and value >= limit for limit, value in pairs)
 
 
 def build_limits(
@@ -83,8 +84,9 @@ def build_limits(
         raise unknown_rows_error(args.epochs)
     assert ends or args.max_time is not None
     exact = [end for end in (args.max_steps, by_samples, None if is_ragged else by_tokens) if end is not None]
-    seconds = None if args.max_time is None else args.max_time * 60
-    return Limits(min(ends, default=None), total_samples, args.max_tokens, seconds, min(exact, default=None))
+    seconds = args.max_time * 60 if ends and args.max_time is not None else None
+    total, last = min(ends, default=None), min(exact, default=None)
+    return Limits(total, total_samples, args.max_tokens, seconds, last, args.budget_seconds)
 
 
 def require_within_limits(args: TrainArgs, done: Progress, limits: Limits, longest_row: int, checkpoint: Path) -> None:
@@ -126,12 +128,12 @@ def build_intervals(train: TrainArgs, evaluation: EvalArgs, limits: Limits) -> I
     eval_steps = _interval(evaluation.interval, N_VALIDATIONS, limits)
     save_steps = _interval(train.save_interval, N_CHECKPOINTS, limits)
     eval_seconds = save_seconds = None
-    if evaluation.interval == AUTO and limits.max_seconds is not None:
-        eval_seconds = limits.max_seconds / N_VALIDATIONS
+    if evaluation.interval == AUTO and train.max_time is not None:
+        eval_seconds = 60 * train.max_time / N_VALIDATIONS
     if train.save_every_minutes not in (AUTO, None):
         save_seconds = train.save_every_minutes * 60
     elif train.save_every_minutes == AUTO and train.save_interval == AUTO:
-        save_seconds = min(MAX_SAVE_SECONDS, (limits.max_seconds or math.inf) / N_CHECKPOINTS)
+        save_seconds = MAX_SAVE_SECONDS
     return Intervals(eval_steps, eval_seconds, save_steps, save_seconds)
 
 

@@ -85,7 +85,7 @@ class RunPlan:
     def schedule(self) -> Schedule | None:
         """The LR schedule; None if the length of the run is unknown, or estimated to be less than the warm-up."""
         with suppress(UserError):
-            return build_schedule(self.args.train, self.steps, self.args.defaults)
+            return None if self.steps is None else build_schedule(self.args.train, self.steps, self.args.defaults)
         return None
 
     @property

@@ -133,7 +133,7 @@ def restore(checkpointer: Checkpointer, folder: Path) -> None:
     launch = checkpointer.launch
     progress, schedule, report = launch.state.progress, launch.state.schedule, launch.display.message
     checkpointer.restore(folder, progress.step)
-    set_learning_rate(checkpointer.optimizer, schedule.learning_rate(max(progress.step - 1, 0)))
+    set_learning_rate(checkpointer.optimizer, schedule.learning_rate(max(progress.step - 1, 0), progress.seconds))
     report(f"resuming from {folder}: step {progress.step}, {progress.tokens:,} tokens")
     old, new = read_meta(folder)["schedule"], asdict(schedule)
     changes = [

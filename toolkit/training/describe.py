@@ -23,7 +23,7 @@ def describe_run(launch: Launch, reader: DataReader) -> Iterator[str]:
     moments = f" with {dtype} moments" if (dtype := config.optimizer.get("state_dtype")) else ""
     yield (
         f"{describe_model(state.model, state.mean_length)}; {config.device}, {config.precision}, "
-        f"{config.optimizer['name']}{moments}; {config.batch}; peak learning rate {state.schedule.peak:.3g}"
+        f"{config.optimizer['name']}{moments}; {config.batch}; {state.schedule}"
     )
     if state.frozen is not None:
         yield f"Frozen: {describe_model(state.frozen, state.mean_length, forward_only=True)}"

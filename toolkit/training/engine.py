@@ -178,10 +178,10 @@ class Engine:
     def _loop(self) -> None:
         """Run optimizer steps until a limit is reached; validate, log and save when due."""
         run, progress, limits = self.run, self.run.progress, self.run.state.limits
-        if limits.reached(progress.step, progress.tokens):
+        if limits.reached(progress.step, progress.tokens, progress.seconds):
             return
         # When this rank last left a collective: its work until the next one delays all ranks.
-        self.ready_at = self.saved_at = self.validated_at = time.perf_counter()
+        self.ready_at = self.saved_at = self.validated_at = run.training_since = time.perf_counter()
         step_seconds, first_step = 0.0, progress.step + 1
         run.model.train()
         run.display.phase("training")
@@ -196,7 +196,9 @@ class Engine:
             if self._stops_before_step(totals, is_first=progress.step + 1 == first_step):
                 return
 
-            learning_rate = run.state.schedule.learning_rate(progress.step)
+            is_time_up = totals["time_is_up"] > 0
+            seconds = math.inf if is_time_up else totals["microseconds"] / 1e6  # the last step ends the schedule
+            learning_rate = run.state.schedule.learning_rate(progress.step, seconds)
             counts = {name: totals[f"normalizer {name}"] for name in run.objective.normalizers}
             result = self._step(micro_batches, counts, learning_rate)
             if not result.skipped:
@@ -212,7 +214,10 @@ class Engine:
             run.notify("on_step_end", metrics | sizes)
             if progress.step == first_step:
                 ranks.set_timeout(run.timeouts.later)
-            is_last = limits.reached(progress.step, progress.tokens) or totals["time_is_up"] > 0
+                step_seconds = 0.0  # the next step will not compile
+            is_last = limits.reached(progress.step, progress.tokens) or is_time_up
+            if is_last:
+                run.stop_clock(is_time_up)
             self._after_step(metrics, totals, is_last)
             if is_last:
                 return
@@ -227,8 +232,12 @@ class Engine:
             data.
         """
         counted = micro_batches if ranks.is_first("pipeline", "context", "tensor") else []  # the others read the same
-        run, data_ready_at, max_seconds = self.run, time.perf_counter(), self.run.state.limits.max_seconds
-        seconds_left = math.inf if max_seconds is None else run.launched_at + max_seconds - started_at
+        run, limits, data_ready_at = self.run, self.run.state.limits, time.perf_counter()
+        run.count_seconds()
+        seconds_left = min(
+            (limits.max_seconds or math.inf) - (started_at - run.launched_at),
+            (limits.total_seconds or math.inf) - run.progress.seconds,
+        )
         return ranks.all_reduce_and_gather(
             [round(1e6 * (data_ready_at - self.ready_at)), round(1e6 * (data_ready_at - started_at))],
             **{f"normalizer {name}": n for name, n in total_counts(run.objective, counted).items()},
@@ -238,6 +247,7 @@ class Engine:
             cannot_read=int(run.reader.error is not None),
             writing=int(run.checkpointer.is_writing),
             time_is_up=int(seconds_left <= step_seconds),
+            microseconds=round(1e6 * run.progress.seconds) if ranks.global_rank() == 0 else 0,  # for the schedule
             eval_is_due=int(started_at - self.validated_at >= (self.intervals.eval_seconds or math.inf)),
             save_is_due=int(started_at - self.saved_at >= (self.intervals.save_seconds or math.inf)),
             **self.control_files.look(),

@@ -38,7 +38,8 @@ class Launch:
     """A run after process launch and data preparation.
 
     Args:
-        launched_at: Start of ``--train.max_time``, in seconds of time.perf_counter().
+        launched_at: Start of the launch, which ``--train.max_time`` limits beside another limit, in seconds of
+            time.perf_counter().
         remote: The run's remote folder; None without remote storage.
         is_short: Whether the run saves no checkpoints and writes no metrics, see :mod:`toolkit.training.short_run`.
     """
@@ -77,14 +78,14 @@ class Launch:
     @property
     def is_finished(self) -> bool:
         """Whether a limit or early stopping is reached and ``final/`` is written."""
-        state, patience = self.state, self.args.train.patience
+        state, progress, patience = self.state, self.state.progress, self.args.train.patience
         stopping = state.callbacks.get("EarlyStopping", {})
         is_stopped_early = (
             patience is not None
             and stopping.get("stale_validations", 0) >= patience
             and BestMetric.from_options(self.args.eval).is_of(stopping)
         )
-        is_at_end = state.limits.reached(state.progress.step, state.progress.tokens)
+        is_at_end = state.limits.reached(progress.step, progress.tokens, progress.seconds)
         return (is_at_end or is_stopped_early) and state.resume_from == self.out_dir / FINAL
 
 

@@ -105,7 +105,8 @@ class Run(Launch):
         callbacks: All callbacks in order.
         token_bytes: Number of UTF-8 bytes per token; None without a tokenizer.
         optimizer: The optimizer as Fabric wraps it.
-        seconds_before: Total seconds of earlier launches.
+        seconds_before: Seconds of training in earlier launches.
+        training_since: Start of the training in this launch, in seconds of time.perf_counter(); None outside of it.
         skipped_steps: Steps in this launch without an update, because of the fp16 GradScaler or a spike.
         stop_reason: Why to stop before the next step; None to go on.
     """
@@ -117,6 +118,7 @@ class Run(Launch):
     checkpointer: Checkpointer
     optimizer: Any
     seconds_before: float
+    training_since: float | None = None
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
     stop_reason: str | None = None
@@ -255,8 +257,16 @@ class Run(Launch):
         self.display.phase("training")
 
     def count_seconds(self) -> None:
-        """Update the seconds of the progress."""
-        self.progress.seconds = self.seconds_before + time.perf_counter() - self.launched_at
+        """Update the seconds of the progress, on this rank's clock."""
+        if self.training_since is not None:
+            self.progress.seconds = self.seconds_before + time.perf_counter() - self.training_since
+
+    def stop_clock(self, is_budget_used: bool) -> None:
+        """Count the seconds after the last step; validation and ``final/`` follow."""
+        self.count_seconds()
+        self.training_since = None
+        if is_budget_used:  # by less than a step too few, for which there was no time
+            self.progress.seconds = max(self.progress.seconds, self.state.limits.total_seconds or 0.0)
 
     def advance(self, n_inputs: int) -> None:
         """Advance the progress by one step of ``n_inputs`` input tokens (all ranks)."""

@@ -89,7 +89,7 @@ def plan_summary(plan: Any, device_memory_gb: float | None, node_memory_gb: floa
 
 def _learning_rates(schedule: Any) -> Values:
     """Return the learning rate at the first step, after the warm-up and at the last step, and at 20 even steps."""
-    last = schedule.total_steps or max(1, schedule.warmup_steps)
+    last = schedule.total_steps
     points = {step: schedule.learning_rate(step - 1) for step in (1, max(1, schedule.warmup_steps), last)}
     curve = [schedule.learning_rate(round(i * (last - 1) / 19)) for i in range(20)]
     return {"schedule": schedule.shape, "by_step": points, "curve": curve}
