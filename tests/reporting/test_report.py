@@ -231,8 +231,8 @@ def test_runs_with_different_axes_are_drawn_with_a_note(tmp_path):
     assert "a: metrics.csv has no column tokens" in page and "b: metrics.csv" not in page
     data = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])
     assert [lines["loss"]["raw"] for lines in data["lines"]] == [
-        [[1, 2], [None, None], [2, 3]],
-        [[1, 2], [10, 20], [4, 3]],
+        [[1, 2], [None, None], [None, None], [2, 3]],
+        [[1, 2], [10, 20], [None, None], [4, 3]],
     ]
 
 
@@ -423,11 +423,11 @@ def test_long_runs_keep_their_spikes_and_stay_small():
     reduced = reduce_lines(columns, 2000)
     assert time.process_time() - started < 5
     assert n_lost == 1 and "mfu" not in columns and len(columns["step"]) == n - 1
-    steps, tokens, values = reduced["loss"]["raw"]
+    steps, tokens, _, values = reduced["loss"]["raw"]
     assert len(steps) <= 2003 and max(values) == 77 and tokens[values.index(77)] == 22124032
     assert (steps[0], steps[-1]) == (1, n) and len(reduced["loss"]["smooth"][0]) == 1000
     short = reduce_lines({name: column[:50] for name, column in columns.items()}, 2000)["loss"]
-    assert short["smooth"][2] == pytest.approx(smooth(short["raw"][2]), rel=1e-5)
+    assert short["smooth"][3] == pytest.approx(smooth(short["raw"][3]), rel=1e-5)
 
 
 @pytest.mark.slow

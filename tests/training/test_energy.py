@@ -104,13 +104,13 @@ def test_launches_are_summed_and_described():
 
     first, more = event(1, CPUs=1800.0, GPUs=3600.0), event(1, CPUs=3600.0, GPUs=36000.0)
     check_each(check, [
-        ([], "not available"),
-        ([event(1, CPUs=None)], "not available"),
+        ([], ""),
+        ([event(1, CPUs=None)], ""),
         ([first, more, event(2, CPUs=3600.0, GPUs=0.0, price=None)], "12.00 Wh (GPUs 10.00 Wh, CPUs 2.00 Wh)"),
         ([more | {"price": 300}], "11.00 Wh (GPUs 10.00 Wh, CPUs 1.00 Wh); 3.30 at 300 per kWh"),
         ([more, event(2, CPUs=3600.0, GPUs=None)], "2.00 Wh (GPUs not available, CPUs 2.00 Wh)"),
         ([event(1, CPUs=7.2e6)], "2,000.00 Wh (CPUs 2,000.00 Wh)"),
-        ([event(1, CPUs="x", GPUs=[1]), {"kind": "energy"}], "not available"),
+        ([event(1, CPUs="x", GPUs=[1]), {"kind": "energy"}], ""),
     ])  # fmt: skip
 
 
@@ -165,12 +165,12 @@ def test_summary_report_and_card_have_the_energy_of_all_launches(machine, corpus
     assert f"| Energy | {text} |" in card_of(out, tmp_path)
 
 
-def test_energy_is_not_available_without_counters(corpus, tmp_path, capsys, monkeypatch):
+def test_energy_is_not_mentioned_without_counters(corpus, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(energy, "POWERCAP", tmp_path / "missing")
     run_training(arguments(corpus, tmp_path / "run", train={"max_steps": 1}))
-    assert "energy: not available\n" in capsys.readouterr().out
-    assert figures(read_run(tmp_path / "run"))["energy"] == "not available"
-    assert "| Energy | not available |" in card_of(tmp_path / "run", tmp_path)
+    assert "energy: " not in capsys.readouterr().out
+    assert "energy" not in figures(read_run(tmp_path / "run"))
+    assert "Energy" not in card_of(tmp_path / "run", tmp_path)
     assert '"energy"' not in (tmp_path / "run" / "logs" / "events.jsonl").read_text()
     with pytest.raises(UserError, match="--log.price 0.0: must be greater than zero"):
         LogArgs(price=0.0)

@@ -8,17 +8,19 @@ from toolkit.io.atomic import file_error, write_atomic
 from toolkit.io.paths import is_url
 
 
-def setup(run_dirs: str, format: Literal["html", "md"] = "html", out_path: str | None = None) -> None:
-    """Write a report of one or several runs: a page without network access, or Markdown for a pull request.
+def setup(run_dirs: str, format: Literal["html", "md", "json"] = "html", out_path: str | None = None) -> None:
+    """Write a report of one or several runs: a page without network access, Markdown for a pull request, or JSON.
 
-    Works on finished, running and killed runs. A finished run has its page as report.html.
+    Works on finished, running and killed runs. A finished run has its page as report.html. Several runs are compared
+    where they are equal, in time, tokens or steps; runs that differ in their seed only are a group.
 
     Args:
         run_dirs: The out_dir of one or several runs, as words or separated by commas; also on remote storage.
-        format: html writes a file; md prints Markdown unless out_path is set.
+        format: html writes a file; md prints Markdown, and json the comparison, unless out_path is set.
         out_path: File to write; an existing one must be a report. Default: report.html in the run's folder, or in the
             current folder for several runs and remote ones.
     """
+    from toolkit.reporting.compare import render_json
     from toolkit.reporting.markdown import render_markdown
     from toolkit.reporting.page import REPORT, render_page
     from toolkit.reporting.run import read_runs
@@ -27,8 +29,9 @@ def setup(run_dirs: str, format: Literal["html", "md"] = "html", out_path: str |
     places = list(dict.fromkeys(name.strip() for name in names if name.strip()))
     require_option(bool(places), "run_dirs", run_dirs, "must be one or several folders of runs")
     runs = read_runs(places)
-    content = render_page(runs) if format == "html" else render_markdown(runs)
-    if format == "md" and out_path is None:
+    renderers = {"html": render_page, "md": render_markdown, "json": render_json}
+    content = renderers[format](runs)
+    if format != "html" and out_path is None:
         print(content, end="")
         return
     folder = Path() if len(runs) > 1 or is_url(places[0]) else Path(places[0])

@@ -16,6 +16,13 @@
     return size > 0 && size < 1e-3 ? value.toExponential(2).replace(/\.?0+e/, "e") : trim(value);
   }
 
+  // Labels of ticks, with as many digits as tell neighbors apart.
+  function labelsOf(u, values) {
+    const size = Math.max(...values.map(Math.abs)), digits = Math.ceil(Math.log10(size / Math.abs(values[1] - values[0]))) + 1;
+    return values.map(v => v == null ? "" : short(v, Math.min(15, Math.max(5, digits || 0))));
+  }
+
+  const WHOLE = [...Array(15).keys()].flatMap(power => [1, 2, 5].map(digit => digit * 10 ** power));
   const sizeOf = (u, labels) => 16 + 7 * Math.max(6, ...(labels ?? []).map(label => label.length));
 
   // The lines of a chart: their points over the selected axis, and how each is drawn.
@@ -27,7 +34,7 @@
       const stroke = color("--c" + (many ? (ofPair ? r : r + c * data.runs.length) : c) % 8);
       const label = [many && data.runs[r], (!many || columns.length > 1) && data.labels[column]].filter(Boolean).join(" ");
       const points = kind => {
-        const xs = run[column][kind][axis.value], ys = run[column][kind][2], finite = [[], []];
+        const xs = run[column][kind][axis.value], ys = run[column][kind][3], finite = [[], []];
         xs.forEach((x, i) => {
           if (x != null && ys[i] != null) { finite[0].push(x); finite[1].push(unit === "%" ? ys[i] * 100 : ys[i]); }
         });
@@ -76,8 +83,8 @@
       legend: {markers: {dash: (u, i) => u.series[i].dash ? "dashed" : "solid"}},
       scales: {x: {time: false}, y: {distr: log.checked ? 3 : 1, range: u => rangeOf(u, ["GB", "s", "%", "tokens/s"].includes(chart[1]))}},
       axes: [
-        {...side, label: x, size: 34, values: (u, values) => values.map(v => short(v))},
-        {...side, label: chart[1] || undefined, size: sizeOf, values: (u, values) => values.map(v => v == null ? "" : short(v))},
+        {...side, label: x, size: 34, incrs: axis.value < 2 ? WHOLE : undefined, values: labelsOf},
+        {...side, label: chart[1] || undefined, size: sizeOf, values: labelsOf},
       ],
       series: [{label: x, value: (u, v, s, i) => Math.round(shown(u, v, s, i)).toLocaleString("en-US")}, ...lines.map(line => ({
         ...line, spanGaps: true, points: {show: !!line.dots, size: 6, fill: line.stroke}, value: (...at) => short(shown(...at)),
@@ -98,7 +105,9 @@
     charts.forEach(chart => chart?.destroy());
     charts = data.charts.map((chart, i) => draw(places[i], chart));
   }
-  axis.disabled = !data.lines.some(run => Object.values(run).some(line => line.raw[1].some(x => x != null)));
+  for (const option of axis.options)
+    option.disabled = !data.lines.some(run => Object.values(run).some(line => line.raw[option.value].some(x => x != null)));
+  axis.value = data.axis;
   document.getElementById("switches").hidden = false;
   drawAll();
   for (const control of [axis, log, all, matchMedia("(prefers-color-scheme: dark)")]) control.addEventListener("change", drawAll);

@@ -3,7 +3,6 @@
 import base64
 import hashlib
 import json
-import re
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from importlib.resources import files
@@ -13,10 +12,11 @@ from typing import Any
 from toolkit.errors import one_line
 from toolkit.escape import html_text, script_json
 from toolkit.io.atomic import write_atomic
+from toolkit.reporting.compare import AXES, compare
 from toolkit.reporting.plot import PLOT, plot_loss
 from toolkit.reporting.run import RunFacts, read_run
 from toolkit.reporting.series import MAX_POINTS, MAX_POINTS_OF_A_LINE, reduce_lines
-from toolkit.reporting.text import parts
+from toolkit.reporting.text import label, parts
 
 REPORT = "report.html"
 _CHARTS = (  # title, unit, patterns of columns
@@ -32,12 +32,9 @@ _CHARTS = (  # title, unit, patterns of columns
     ("Shares of the mixture", "%", ("share_*",)),
     ("Validation loss by source", "nats per token", ("val_loss_*",)),
 )
-_WORDS = {  # parts of columns' names
-    "^loss$": "training loss", "^val_": "validation ", "^grad_": "gradient ", "^mfu$": "MFU", "bpb$": "bits per byte",
-    "_per_sec$": "/s", "_gb$": ", GB", "_s$": ", s",
-}  # fmt: skip
 _CURVES = """<form id="switches" hidden>
-<label>x axis <select id="axis"><option value="0">steps</option><option value="1">tokens</option></select></label>
+<label>x axis <select id="axis"><option value="0">steps</option><option value="1">tokens</option>
+<option value="2">seconds of training</option></select></label>
 <label><input type="checkbox" id="log"> log scale</label>
 <label><input type="checkbox" id="all"> show outliers</label>
 <span>drag to zoom, double-click to reset</span></form>
@@ -130,7 +127,7 @@ def _charts(runs: Sequence[RunFacts]) -> dict[str, Any]:
         (title, unit, [name for name in unused if any(fnmatchcase(name, pattern) for pattern in patterns)])
         for title, unit, patterns in _CHARTS
     ]
-    names = {name: _label(name) for name in unused}
+    names = {name: label(name) for name in unused}
     others: dict[str, list[str]] = {}  # of callbacks and objectives: a metric and its validation
     for name in sorted(unused, key=lambda name: name.startswith("val_")):
         if not any(name in columns for _, _, columns in charts):
@@ -138,11 +135,5 @@ def _charts(runs: Sequence[RunFacts]) -> dict[str, Any]:
     charts += [(names[columns[0]], "", columns) for columns in others.values()]
     if any(run.settings.get("objective") for run in runs):  # not nats per token
         charts = [(title, unit if unit != "nats per token" else "", columns) for title, unit, columns in charts]
-    return {"charts": [chart for chart in charts if chart[2]], "lines": lines, "labels": names}
-
-
-def _label(column: str) -> str:
-    """Return the words for a column of metrics.csv, with its unit."""
-    for pattern, words in _WORDS.items():
-        column = re.sub(pattern, words, column)
-    return column.replace("_", " ")
+    axis = [*AXES].index(compare(runs)["axis"])
+    return {"charts": [chart for chart in charts if chart[2]], "lines": lines, "labels": names, "axis": axis}

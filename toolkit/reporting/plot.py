@@ -26,7 +26,7 @@ def plot_loss(run: RunFacts, path: Path) -> bool:
     has_tokens = np.isfinite(run.columns["tokens"])
     columns = {name: column[has_tokens] for name, column in run.columns.items() if name in _COLUMNS}
     lines = reduce_lines(columns, MAX_POINTS_OF_A_LINE)
-    if len(lines["loss"]["raw"][2]) < 2:
+    if len(lines["loss"]["raw"][-1]) < 2:
         return False
     values = figures(run)
     title = ", ".join(f"{label} {values[label]}" for label in _TITLE if label in values)
@@ -58,8 +58,8 @@ def _draw(title: str, loss: dict[str, Points], val_loss: dict[str, Points] | Non
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
-    _, tokens, losses = loss["raw"]
-    _, val_tokens, val_losses = val_loss["raw"] if val_loss else ([], [], [])
+    _, tokens, _, losses = loss["raw"]
+    _, val_tokens, _, val_losses = val_loss["raw"] if val_loss else ([], [], [], [])
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     limit = max(tokens + val_tokens) * 1.015
     axes: Any = figure.add_subplot(xlabel="tokens", ylabel="loss (nats per token)", xlim=(0, limit))
@@ -67,7 +67,7 @@ def _draw(title: str, loss: dict[str, Points], val_loss: dict[str, Points] | Non
     start = f", from {losses[0]:.2f}" if losses[0] > high else ""
     axes.plot(tokens, losses, color="#b3c7e0", linewidth=0.9, label=f"training, each step{start}")
     if "smooth" in loss:
-        axes.plot(*loss["smooth"][1:], color="#1f5fa8", linewidth=2.2, label="training, smoothed")
+        axes.plot(*loss["smooth"][1::2], color="#1f5fa8", linewidth=2.2, label="training, smoothed")
     if val_losses:
         size = 0 if len(val_losses) > 100 else 5
         axes.plot(val_tokens, val_losses, "o-", color="#d9480f", markersize=size, label="validation")

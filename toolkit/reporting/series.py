@@ -12,13 +12,13 @@ import numpy as np
 from toolkit.ui.progress import STDERR
 
 Columns = dict[str, Any]  # name -> array of floats
-Points = tuple[list[Any], list[Any], list[Any]]  # steps, tokens, values
+Points = tuple[list[Any], list[Any], list[Any], list[Any]]  # steps, tokens, seconds, values
 
 MAX_COLUMNS = 1000
 MAX_POINTS_OF_A_LINE = 2000
-MAX_POINTS = 60_000  # of all lines of a page; a point takes about 25 bytes
-_AXES = ("step", "tokens")
-_HIDDEN = (*_AXES, "seconds", "slowest_rank")
+MAX_POINTS = 50_000  # of all lines of a page; a point takes about 30 bytes
+_AXES = ("step", "tokens", "seconds")
+_HIDDEN = (*_AXES, "slowest_rank")
 _NOT_SMOOTHED = ("val_", "share_", "learning_rate", "peak_")
 
 
@@ -60,7 +60,7 @@ def _reduce(columns: Columns, name: str, max_points: int) -> dict[str, Points]:
     rows = np.flatnonzero(np.isfinite(columns[name]))
     missing = np.full(len(columns[name]), math.nan)
     lines = [columns.get(axis, missing)[rows] for axis in (*_AXES, name)]
-    selected, means, values = np.arange(len(rows)), lines, lines[2]
+    selected, means, values = np.arange(len(rows)), lines, lines[-1]
     if len(rows) > max_points:
         starts = np.linspace(0, len(rows), max_points // 2, endpoint=False).astype(int)
         ends = np.append(starts[1:], len(rows))
@@ -68,8 +68,8 @@ def _reduce(columns: Columns, name: str, max_points: int) -> dict[str, Points]:
         selected = np.unique([0, *np.ravel(extremes), len(rows) - 1])
         means = [np.add.reduceat(line, starts) / (ends - starts) for line in lines]
     reduced = {"raw": _points([line[selected] for line in lines])}
-    if len(means[2]) >= 8 and not name.startswith(_NOT_SMOOTHED):
-        reduced["smooth"] = _points([*means[:2], np.array(smooth(means[2].tolist()))])
+    if len(means[-1]) >= 8 and not name.startswith(_NOT_SMOOTHED):
+        reduced["smooth"] = _points([*means[:-1], np.array(smooth(means[-1].tolist()))])
     return reduced
 
 
@@ -81,8 +81,8 @@ def _points(lines: list[Any]) -> Points:
             return None
         return int(value) if value.is_integer() and abs(value) < 2**53 else float(f"{value:.6g}")
 
-    steps, tokens, values = ([number(value) for value in line.tolist()] for line in lines)
-    return steps, tokens, values
+    steps, tokens, seconds, values = ([number(value) for value in line.tolist()] for line in lines)
+    return steps, tokens, seconds, values
 
 
 def smooth(losses: list[float]) -> list[float]:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from toolkit.reporting.compare import AXES, compare, finite, last
 from toolkit.reporting.run import RunFacts
 from toolkit.ui.formats import format_count, format_loss, format_perplexity, format_seconds
 from toolkit.ui.progress import capitalized, format_metric, metric_label, metric_names
@@ -16,6 +18,10 @@ from toolkit.ui.progress import capitalized, format_metric, metric_label, metric
 Rows = list[list[str]]
 _VERBS = {
     "pretrain": "Pretraining", "finetune_full": "Finetuning of all weights", "finetune_lora": "Training of adapters",
+}  # fmt: skip
+_WORDS = {  # parts of columns' names
+    "^loss$": "training loss", "^val_": "validation ", "^grad_": "gradient ", "^mfu$": "MFU", "bpb$": "bits per byte",
+    "_per_sec$": "/s", "_gb$": ", GB", "_s$": ", s",
 }  # fmt: skip
 
 
@@ -29,6 +35,8 @@ def parts(runs: Sequence[RunFacts]) -> Iterator[tuple[str, Any]]:
     yield from (("lead", (run.name, " ".join(sentences(run)))) for run in runs)
     columns = ["value"] if is_one else names
     yield "figures", (["", *columns], _side_by_side([figures(run) for run in runs]))
+    if not is_one:
+        yield from _compared(runs)
     for run in runs:
         lacks_axis = run.columns and "tokens" not in run.columns
         notes = [*run.notes, *(["metrics.csv has no column tokens: no curves over tokens"] if lacks_axis else [])]
@@ -56,6 +64,37 @@ def parts(runs: Sequence[RunFacts]) -> Iterator[tuple[str, Any]]:
         yield from (("note", line if is_one else f"{run.name}: {line}") for run in runs for line in run.warnings)
 
 
+def _compared(runs: Sequence[RunFacts]) -> Iterator[tuple[str, Any]]:
+    """Yield the comparison of several runs, with differences from the first one."""
+    comparison = compare(runs)
+    groups, unit = comparison["groups"], AXES[comparison["axis"]]
+    columns = dict.fromkeys(name for group in groups for name in group["metrics"] if name != comparison["axis"])
+    if columns:
+        yield "heading", f"Comparison {'at equal' if comparison['is_equal'] else 'after the same'} {unit}"
+        head = [f"{comparison['end']:,.0f} {unit}"]
+        sizes = [len(group["runs"]) for group in groups]
+        head += [group["name"] + f" ({n} runs)" * (n > 1) for group, n in zip(groups, sizes, strict=True)]
+        yield "table", (head, [[label(c), *(_estimate(group["metrics"].get(c)) for group in groups)] for c in columns])
+        if 1 in sizes:
+            yield "note", "One run does not show the noise: repeat each with --seed 1, 2, ... for standard errors."
+
+
+def label(column: str) -> str:
+    """Return the words for a column of metrics.csv, with its unit."""
+    for pattern, words in _WORDS.items():
+        column = re.sub(pattern, words, column)
+    return column.replace("_", " ")
+
+
+def _estimate(value: Mapping[str, float | None] | None) -> str:
+    """Return ``3.1234 ± 0.002 (-0.012 ± 0.003)``: mean and difference, with standard errors."""
+    if value is None:
+        return ""
+    errors = ["" if value[name] is None else f" ± {value[name]:.2g}" for name in ("stderr", "difference_stderr")]
+    text, difference = f"{value['mean']:,.6g}{errors[0]}", value["difference"]
+    return text if difference is None else f"{text} ({difference:+,.4g}{errors[1]})"
+
+
 def sentences(run: RunFacts) -> list[str]:
     """Return two sentences: what was trained, and how far. The figures follow in a table."""
     settings, launch = run.settings, run.launch
@@ -73,17 +112,6 @@ def sentences(run: RunFacts) -> list[str]:
     with suppress(LookupError, TypeError, ValueError, OverflowError, OSError):
         how += time.strftime(", started on %Y-%m-%d at %H:%M", time.localtime(run.launches[0]["time"]))
     return [f"{what}.", f"{how}."]
-
-
-def finite(run: RunFacts, column: str) -> Any:
-    """Return the finite values of a column."""
-    values = run.columns.get(column, np.array([]))
-    return values[np.isfinite(values)]
-
-
-def last(run: RunFacts, column: str) -> float:
-    values = finite(run, column)
-    return float(values[-1]) if len(values) else math.nan
 
 
 def median(run: RunFacts, column: str) -> float:

@@ -14,13 +14,14 @@ def energy_of_run(out_dir: Path) -> str:
     try:
         return describe_energy(parse_events(read_bounded(out_dir / EVENTS, "log")))
     except (OSError, ValueError):
-        return "not available"
+        return ""
 
 
 def describe_energy(events: Iterable[dict[str, Any]]) -> str:
     """Return the energy of all launches of a run in Wh, by kind of device, and its cost if the last launch has a price.
 
-    An event has the joules of its launch so far, by kind; null if a device of the kind cannot be read.
+    Empty if nothing could be read. An event has the joules of its launch so far, by kind; null if a device of the kind
+    cannot be read.
     """
     launches = {str(event.get("launch")): event for event in events if event["kind"] == "energy"}.values()
     joules: dict[str, float] = {}
@@ -29,7 +30,7 @@ def describe_energy(events: Iterable[dict[str, Any]]) -> str:
             joules[kind] = joules.get(kind, 0.0) + _number(event[kind])
     total = sum(filter(math.isfinite, joules.values()))
     if all(map(math.isnan, joules.values())):
-        return "not available"
+        return ""
     price = _number([*launches][-1].get("price"))
     cost = "" if math.isnan(price) else f"; {total / 3.6e6 * price:,.2f} at {price:g} per kWh"
     parts = ", ".join(f"{kind} {_format_wh(joules[kind])}" for kind in sorted(joules, reverse=True))

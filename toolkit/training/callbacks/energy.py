@@ -70,7 +70,9 @@ class Energy(Callback):
             write_event(trainer.out_dir, "energy", launch=self._launch, price=trainer.args.log.price, **values)
 
     def on_train_end(self, trainer: Run) -> None:
-        trainer.display.message(f"energy: {energy_of_run(trainer.out_dir)}")
+        energy = energy_of_run(trainer.out_dir)
+        if energy or trainer.args.log.price is not None:
+            trainer.display.message(f"energy: {energy or 'not available'}")
 
     def _update(self) -> dict[str, float]:
         """Return the joules so far by kind of device; NaN if a counter is missing or has failed."""
