@@ -80,6 +80,9 @@ class Source(SimpleNamespace):
     def fingerprint(self):
         return repr(self.values)
 
+    def class_names(self):
+        return {}
+
 
 def subclasses(cls):
     return {cls, *(lower for child in cls.__subclasses__() for lower in subclasses(child))}

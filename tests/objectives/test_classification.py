@@ -157,11 +157,13 @@ def test_metrics_are_those_of_scikit_learn_and_scipy():
     assert np.isnan(spearman(np.ones(3), np.arange(3)))
 
 
-def encode(rows: list, **options) -> tuple:
+def encode(rows: list, class_names=None, **options) -> tuple:
     """Return names, problem type and targets of rows of which the first two thirds are in the training file."""
     labeling = Labeling(**options)
-    records = [labeling.parse({"text": "a", "label": value}, f"line {i}") for i, value in enumerate(rows, 1)]
-    targets, (names, problem, _) = labeling.encode(records, np.arange(len(rows)) < len(rows) * 2 / 3)
+    named = {"label": class_names} if class_names else {}
+    records = [labeling.parse({"text": "a", "label": value}, f"line {i}", named) for i, value in enumerate(rows, 1)]
+    is_train = np.arange(len(rows)) < len(rows) * 2 / 3
+    targets, (names, problem, _) = labeling.encode(records, is_train, is_train, class_names)
     return names, problem.partition("_")[0], targets.tolist()
 
 
@@ -180,6 +182,12 @@ def test_labels_decide_the_kind_of_problem():
         (["b", "a ", " b"], ["a", "b"], "single", [[1, 1], [0, 1], [1, 1]]),
         ([["x"], ["y", "x"], []], ["x", "y"], "multi", [[1, 0, 1], [1, 1, 1], [0, 0, 1]]),
         (['["x"]', '["y", "x"]', "[]"], ["x", "y"], "multi", [[1, 0, 1], [1, 1, 1], [0, 0, 1]]),
+        ([[1, 0, 1], [0, 0, 0], [0, 1, 1]], ["0", "1", "2"], "multi", [[1, 0, 1, 1], [0, 0, 0, 1], [0, 1, 1, 1]]),
+        (["[1, 0]", "[0.0, 1.0]", "[1, 1]"], ["0", "1"], "multi", [[1, 0, 1], [0, 1, 1], [1, 1, 1]]),
+        ([[True, False], [True, True], [False, True]], ["0", "1"], "multi", [[1, 0, 1], [1, 1, 1], [0, 1, 1]]),
+        ([[3], [3, 5], []], ["3", "5"], "multi", [[1, 0, 1], [1, 1, 1], [0, 0, 1]]),
+        ([[0.5, 2], [1, 1], [2, 4.0]], ["label_0", "label_1"], "regression", [[0.5, 2, 1], [1, 1, 1], [2, 4, 1]]),
+        (["[0.5, 2]", "[1, 1]", "[2, 0]"], ["label_0", "label_1"], "regression", [[0.5, 2, 1], [1, 1, 1], [2, 0, 1]]),
     ]
     check_each(check, cases)
     assert encode([1, 2, 3], problem_type="regression")[1] == "regression"
@@ -190,6 +198,19 @@ def test_labels_decide_the_kind_of_problem():
     expected = compute_class_weight("balanced", classes=np.array(["a", "b"]), y=list("ababa"))
     assert weights[:2] == pytest.approx(expected.tolist())
     assert [line[1] for line in encode(["a", "b", "a"], class_weights={"b": 3.0})[2]] == [1, 3, 1]
+    single = {"problem_type": "single_label_classification"}
+    assert encode([1, 2.0, 1.0], **single) == (["1", "2"], "single", [[0, 1], [1, 1], [0, 1]])
+    old = LabelSet(["1.0", "2.0"], "single_label_classification")
+    assert encode([1, 2.0, 2], model_labels=old)[2] == [[0, 1], [1, 1], [1, 1]]
+    assert encode([2, 0, 2], ["no", "maybe", "yes"])[::2] == (["no", "maybe", "yes"], [[2, 1], [0, 1], [2, 1]])
+    assert encode([[2, 0], [1], []], ["b", "a", "c"])[::2] == (
+        ["b", "a", "c"],
+        [[1, 0, 1, 1], [0, 1, 0, 1], [0] * 3 + [1]],
+    )
+    several = {"problem_type": "multi_label_classification"}
+    of_model = LabelSet(["x", "y"], several["problem_type"])
+    assert encode([[1, 1], [0, 1], [0, 0]], model_labels=of_model)[2] == [[1, 1, 1], [0, 1, 1], [0, 0, 1]]
+    assert encode([[1, 5], [2, 2], [3, 1]], problem_type="regression")[2] == [[1, 5, 1], [2, 2, 1], [3, 1, 1]]
     labels = LabelSet(["b", "a", "c"], "single_label_classification")
     assert encode(["a", "b", "a"], model_labels=labels)[2] == [[1, 1], [0, 1], [1, 1]]
 
@@ -205,8 +226,17 @@ def test_mistakes_in_labels_are_one_line():
         (["a", "a", "a"], {}, "all rows have the same label"),
         (["a", None, "b"], {}, "line 2: has an empty label"),
         (["a"], {"label_column": "kind"}, "line 1: has no column kind (--data.label_column); it has text, label"),
-        (["a", float("nan"), "b"], {}, "line 2: label nan: must be"),
-        (["a", "NaN", "b"], {}, "line 2: label 'NaN': must be text, a number"),
+        (["a", float("nan"), "b"], {}, "line 2: label nan: is no finite number"),
+        ([0.5, " NaN", 1.5], {}, "line 2: label ' NaN': is no finite number; give a label, or remove this row"),
+        (["a", "-Infinity", "b"], {}, "line 2: label '-Infinity': is no finite number"),
+        ([[0.5, float("nan")], [1, 1]], {}, "line 1: label nan: is no finite number"),
+        (["a", "\x1b[2J", "b"], {}, r"line 2: label '\x1b[2J': has characters that cannot be printed"),
+        ([["a", "b"], ["c", "c"], []], {}, "line 2: label ['c', 'c']: c is there twice; several labels are names"),
+        ([[1, 0, 0], [1, 1], []], {}, "line 1: label [1, 0, 0]: 0 is there twice"),
+        ([[0.5, 1], [1.0], [2, 2]], {}, "line 2: label [1.0]: has 1 numbers, but the first row has 2"),
+        ([0.5, 1.5], {"model_labels": LabelSet(["a", "b"], "regression")}, "label 0.5: has 1 numbers, but the model"),
+        ([[0.5, 0.1]], {"problem_type": "multi_label_classification"}, "0.5 is not a name; several labels are"),
+        ([0, 3], {"class_names": ["a", "b"]}, "line 2: label 3: has no name in the data's features"),
         (["a", {}, "b"], {}, "line 2: label {}: must be"),
         (["a", "b", "c"], {}, "line 3: label 'c': the training data has only the labels a, b"),
         (["a", "b", "a"], {"model_labels": of_model}, "the model has only the"),
@@ -242,7 +272,9 @@ def write_labels(kind: str) -> None:
         with open(f"reviews/{split}.jsonl", "w") as file:
             for row in rows:
                 words = row["text"].split()
-                row["label"] = words.count("fun") / 4 if kind == "regression" else sorted({*words} & {"fun", "dull"})
+                count = words.count("fun") / 4
+                several = sorted({*words} & {"fun", "dull"})
+                row["label"] = {"regression": count, "numbers": [count, len(words)]}.get(kind, several)
                 print(json.dumps(row), file=file)
 
 
@@ -279,7 +311,7 @@ def test_problems_are_those_of_transformers(base, capsys):
     from sklearn.metrics import accuracy_score, f1_score
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    for kind in ("multi", "regression"):
+    for kind in ("multi", "regression", "numbers"):
         shutil.copytree("reviews", "csv", dirs_exist_ok=True)
         write_labels(kind)
         last = run("finetune_full", f"--out_dir {kind}")[-1]
@@ -308,8 +340,11 @@ def test_problems_are_those_of_transformers(base, capsys):
             expected = f1_score(targets, scores > 0, average="macro", zero_division=0)
             assert last["val_f1"] == pytest.approx(expected)
         else:
-            assert predictions == pytest.approx(scores[:, 0].tolist(), abs=1e-4)
-            assert last["val_spearman"] == pytest.approx(spearmanr(scores[:, 0], targets).statistic)
+            assert np.array(predictions) == pytest.approx(scores.squeeze(1).numpy(), abs=1e-4)
+            pairs = zip(scores.T, targets.reshape(len(rows), -1).T, strict=True)
+            assert last["val_spearman"] == pytest.approx(np.mean([spearmanr(*pair).statistic for pair in pairs]))
+            assert main(["convert_from_hf", f"{kind}-hf", f"{kind}-again"]) == 0
+            assert read_model_config(Path(f"{kind}-again")).labels == labels
         shutil.rmtree("reviews")
         shutil.move("csv", "reviews")
 

@@ -169,6 +169,6 @@ def _load_scorer(folder: str) -> Any:
 
     loaded = load_checkpoint(folder, base_checkpoint_dir=None, accelerator="cpu", precision=None, takes_head=True)
     scorer = TextScorer(loaded)
-    if scorer.config.problem_type in (SINGLE, MULTI):
+    if scorer.config.problem_type in (SINGLE, MULTI) or scorer.config.n_labels > 1:
         raise UserError(f"checkpoint_dir {folder}: predicts labels, not a number; train one with --head reward")
     return scorer

@@ -7,7 +7,7 @@ has a score, and r is their mean (as in arXiv 2306.00398). The loss of a row is
 |---|---|---|
 | one label per text | cross-entropy | transformers |
 | several labels per text | mean over labels of the binary cross-entropy | transformers |
-| regression | (score - label)^2 | transformers |
+| regression | (score - label)^2, mean over numbers | transformers |
 | reward of a pair | -log s(r(chosen) - r(rejected) - margin) | arXiv 2203.02155, eq. 1; 2307.09288, eq. 2 |
 
 s is the logistic function.
@@ -34,7 +34,7 @@ class Classification(Objective):
     """Classify texts, or predict a number, from the labels of --data Classification. --head classification implies it.
 
     The loss is a mean over texts, with the weight of each label. Metrics: accuracy (of several labels: all of them are
-    right) and the macro mean of F1, or Spearman's rank correlation.
+    right) and the macro mean of F1, or Spearman's rank correlation, its mean over several numbers.
     """
 
     head, row_kind = "classification", "labeled"
@@ -51,7 +51,7 @@ class Classification(Objective):
         module: Any = original_module(model)
         problem_type = module.config.problem_type
         scores, _, sums = read_scores(model, batch, device)
-        n_targets = scores.size(1) if problem_type == "multi_label_classification" else 1
+        n_targets = 1 if problem_type == "single_label_classification" else scores.size(1)
         targets = batch.values["targets"].to(device) if len(scores) else scores.new_zeros(0, n_targets + 1)
         targets, weights = targets.split([n_targets, 1], dim=1)
         if self.outputs is not None:

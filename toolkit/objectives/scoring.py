@@ -4,14 +4,15 @@ import numpy as np
 
 
 def prediction_metrics(scores: np.ndarray, targets: np.ndarray, problem_type: str) -> dict[str, float]:
-    """Return accuracy (of several labels: all are right) and the macro mean of F1, or Spearman's rank correlation.
+    """Return accuracy (of several labels: all are right) and the macro mean of F1, or Spearman's rank correlation, the
+    mean over numbers.
 
     Args:
         scores: (n, labels).
-        targets: The label's index, (n, 1); for several labels 0 or 1 for each, (n, labels); or a number, (n, 1).
+        targets: The label's index, (n, 1); for several labels 0 or 1 for each, or numbers, (n, labels).
     """
     if problem_type == "regression":
-        return {"spearman": spearman(scores[:, 0], targets[:, 0])}
+        return {"spearman": float(np.mean([spearman(*pair) for pair in zip(scores.T, targets.T, strict=True)]))}
     if problem_type == "multi_label_classification":
         predicted, actual = scores > 0, targets > 0
         is_used = np.full(len(predicted[0]), True)

@@ -81,7 +81,7 @@ class TextScorer:
         if kind == MULTI:
             of_texts = scores.sigmoid().tolist()
             return [[[labels[i] for i, share in enumerate(shares) if share > 0.5], *shares] for shares in of_texts]
-        return scores[:, :1].tolist()
+        return [[values if len(values) > 1 else values[0]] for values in scores.tolist()]
 
 
 def _answered(prompt: Record, answer: str) -> Record:

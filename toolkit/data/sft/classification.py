@@ -1,6 +1,7 @@
 """The data module of a classification: texts with labels."""
 
 from dataclasses import dataclass, fields
+from typing import Any, cast
 
 from toolkit.data.base import (
     DataModule,
@@ -35,8 +36,8 @@ class Classification(DataModule):
         text_column: Column of the text; by default text, messages or conversations.
         text_pair_column: Column of a second text, which follows the first after a line break.
         label_column: Column of the label.
-        problem_type: Kind of the labels. Default: lists are several labels per text, numbers with a fraction are
-            regression, and all others are one label per text.
+        problem_type: Kind of the labels. Default: lists of names, or of 0 or 1 for each class, are several labels per
+            text, numbers with a fraction, or lists of them, are regression, and all others are one label per text.
         class_weights: Weight of each label in the loss, such as '{"spam": 5}'; "balanced": inverse to its frequency.
         val_split_fraction: Fraction of samples held out for validation; 0 for none. Default 0.05, unless there is a
             validation file.
@@ -98,4 +99,9 @@ class Classification(DataModule):
         """See :meth:`DataModule.prepare`. ``labels``: The model's; None takes the data's."""
         if kind != "labeled":
             raise UserError("--data Classification: needs --head classification")
-        return prepare_rows(self, tokenizer, max_seq_length, report, kind=kind, labeling=self.labeling(labels))
+        data = prepare_rows(self, tokenizer, max_seq_length, report, kind=kind, labeling=self.labeling(labels))
+        for name in ("prompt_style", "chat_template"):
+            value, train = getattr(self, name), cast("Any", data.train)
+            has_effect = value is None or train.statistics["conversations"]
+            require(has_effect, name, value, "has no effect on texts, only on messages; remove it")
+        return data

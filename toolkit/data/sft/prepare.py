@@ -232,8 +232,13 @@ def _content_key(store: TokenStore, arrays: Arrays) -> str:
 
 def _make(folder: Path, key: str, config: SFTConfig, report: Report) -> None:
     writer = TokenWriter(folder, token_dtype(config.tokenizer.vocab_size), with_loss_mask=True)
-    counts, samples = tokenize_samples(config, writer, report)
+    counts, samples, records = tokenize_samples(config, writer, report)
     rows = _assign_rows(config, samples, counts)
+    if config.labeling is not None:
+        names = config.splits.train[0].class_names().get(config.labeling.label_column)
+        is_known, is_trained = samples["sources"] < len(config.splits.train), np.full(len(records), False)
+        is_trained[rows["train"][0]] = True
+        samples["targets"], counts.labels = config.labeling.encode(records, is_known, is_trained, names)
     arrays = dict(samples)
     for split, (members, starts) in rows.items():
         arrays |= {f"{split}_members": members.astype(np.int64), f"{split}_starts": starts.astype(np.int64)}

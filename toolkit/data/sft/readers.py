@@ -25,6 +25,8 @@ PARQUET_KINDS = {".parquet": "parquet"}
 _MAX_JSON = 2**30
 _PARQUET_BATCH = 64  # rows per batch; each may repeat the largest value in the file
 KINDS = JSON_KINDS | CSV_KINDS | PARQUET_KINDS
+ClassNames = dict[str, list[str]]
+"""The names of the labels 0, 1, ... by column."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,18 @@ class RowFile:
         if is_empty:
             raise UserError(f"{self.option}: {self.name} contains no rows; give data with rows")
 
+    def class_names(self) -> ClassNames:
+        """Return the names of labels in a Parquet file of datasets."""
+        if self.kind != "parquet":
+            return {}
+        require_pyarrow()
+        from pyarrow import parquet
+
+        metadata = parquet.read_schema(self.path).metadata or {}
+        with suppress(ValueError, TypeError, KeyError, AttributeError):
+            return _find_class_names(json.loads(metadata[b"huggingface"])["info"]["features"])
+        return {}
+
     def _json_rows(self, path: Path) -> Iterator[tuple[int, Any]]:
         value = _read_json(path)
         return enumerate(value if self.split is None else value[self.split], 1)
@@ -82,12 +96,26 @@ class HubRows:
     def fingerprint(self) -> str:
         """Hash the row contents. The library's fingerprint includes paths and dates."""
         digest = hashlib.sha256()
+        digest.update(repr(self.class_names() or "").encode())
         for row in self.dataset:
             digest.update(json.dumps(row, sort_keys=True, default=str).encode())
         return digest.hexdigest()
 
     def rows(self) -> Iterator[tuple[int, Any]]:
         yield from enumerate(map(drop_nulls, self.dataset), 1)
+
+    def class_names(self) -> ClassNames:
+        return _find_class_names(self.dataset.features.to_dict())
+
+
+def _find_class_names(features: dict[str, Any]) -> ClassNames:
+    """Return the names of columns of ClassLabel, or of lists of it, from the features of datasets."""
+    found = {}
+    for column, feature in features.items():
+        item: Any = feature[0] if isinstance(feature, list) else feature.get("feature", feature)
+        if isinstance(item, dict) and item.get("_type") == "ClassLabel":
+            found[column] = list(map(str, item["names"]))
+    return found
 
 
 RowSource = RowFile | HubRows

@@ -178,7 +178,7 @@ def parse_row(row: Any, where: str, columns: Columns = None, kind: ParseKind = "
 
 def as_number(value: Any) -> float | None:
     """Return a finite number, also from text, or None."""
-    with suppress(ValueError, TypeError):
+    with suppress(ValueError, TypeError, OverflowError):
         if not isinstance(value, bool) and math.isfinite(number := float(value)):
             return number
     return None

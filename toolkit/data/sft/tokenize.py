@@ -12,7 +12,7 @@ from toolkit.data.cache import throttle
 from toolkit.data.chat.template import ChatTemplate, Encoding, encode_text
 from toolkit.data.sft.labels import Labeling
 from toolkit.data.sft.messages import EmptyAnswerError
-from toolkit.data.sft.readers import RowSource, Splits, describe_row
+from toolkit.data.sft.readers import ClassNames, RowSource, Splits, describe_row
 from toolkit.data.sft.schemas import Columns, EqualAnswersError, Record, parse_row
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.data.tokens.store import TokenWriter
@@ -72,10 +72,10 @@ class SFTConfig:
     def sources(self) -> list[RowSource]:
         return [*self.splits.train, *(self.splits.val or [])]
 
-    def parse(self, row: Any, where: str) -> list[Record]:
-        """Parse a row into a record, or completions with their prompt."""
+    def parse(self, row: Any, where: str, class_names: ClassNames | None = None) -> list[Record]:
+        """Parse a row into a record, or completions with their prompt. ``class_names``: of the row's source."""
         if self.labeling is not None:
-            return [self.labeling.parse(row, where)]
+            return [self.labeling.parse(row, where, class_names or {})]
         return parse_row(row, where, self.columns, self.kind)
 
 
@@ -129,25 +129,25 @@ class Counts:
         return asdict(self) | {"dropped": self.dropped}
 
 
-def tokenize_samples(config: SFTConfig, writer: TokenWriter, report: Report) -> tuple[Counts, Arrays]:
+def tokenize_samples(config: SFTConfig, writer: TokenWriter, report: Report) -> tuple[Counts, Arrays, list[Record]]:
     """Tokenize all rows, write tokens and loss masks, and finish the writer.
 
     Returns:
         The counts, and int64 arrays: ``offsets`` (n + 1,), the token offset of each sample; ``sources`` (n,), the
         index in ``config.sources``; and ``numbers`` (n,), the row number. Pieces of a sample are adjacent. Of
         preferences: ``labels`` (n,), 1 for a good completion, 0 for a bad one. Both completions of a pair are adjacent.
-        Of a classification: ``targets``, see :meth:`toolkit.data.sft.labels.Labeling.encode`; of scored pairs the
-        margin, (n, 1).
+        Of scored pairs: ``targets``, the margin, (n, 1). Then the records of samples that are scored.
     """
     counts, report_progress = Counts(), throttle(report)
     offsets, sources, numbers, labels = array("q", [0]), array("q"), array("q"), array("q")
     unread: set[str] = set()
     scored: list[Record] = []
     for position, source in enumerate(config.sources):
+        class_names = None if config.labeling is None else source.class_names()
         for number, row in source.rows():
             counts.samples += 1
             try:
-                records = config.parse(row, describe_row(source, number))
+                records = config.parse(row, describe_row(source, number), class_names)
             except EmptyAnswerError as error:
                 if not config.skip_empty:
                     raise
@@ -170,11 +170,9 @@ def tokenize_samples(config: SFTConfig, writer: TokenWriter, report: Report) -> 
     counts.unread = sorted(unread) + sorted(f"{name} of messages" for name in fields)
     lists = {"offsets": offsets, "sources": sources, "numbers": numbers} | ({"labels": labels} if labels else {})
     arrays = {name: np.asarray(values, np.int64) for name, values in lists.items()}
-    if config.labeling is not None:
-        arrays["targets"], counts.labels = config.labeling.encode(scored, arrays["sources"] < len(config.splits.train))
-    elif config.is_scored:
+    if config.is_compared:
         arrays["targets"] = np.array([[record.label] for record in scored], np.float32)
-    return counts, arrays
+    return counts, arrays, scored
 
 
 def _tokenize(config: SFTConfig, records: list[Record], source: int, number: int, counts: Counts) -> list[Encoding]:
