@@ -206,6 +206,10 @@ def test_litdata_errors_are_one_line(prepared, plain, tmp_path):
     assert litdata_error(tmp_path / "nowhere").startswith(f"--data.data_path {tmp_path}/nowhere: no folder")
     assert "see --data.split_names" in litdata_error(folder, split_names=("train", "validation"))
     assert "contains no index.json" in litdata_error(folder, split_names=None)
+    with open(folder / "index.json", "wb") as file:
+        file.truncate(2**26 + 1)
+    message = "index.json is not an index of LitData chunks: index.json: larger than 67,108,864 bytes"
+    assert message in litdata_error(folder, split_names=None)
     assert "has a row of 1,000,001 tokens" in litdata_error(folder, max_seq_length=10**6)
     (folder / "train" / "index.json").write_text("{")
     assert "not an index" in litdata_error(folder)

@@ -28,6 +28,16 @@ MODULE = textwrap.dedent("""
     def raises(*_):
         raise ValueError("no\\nway")
 
+    class Mute(Exception):
+        def __str__(self):
+            raise ValueError("no text")
+
+    def mute(*_):
+        raise Mute
+
+    def interrupts(*_):
+        raise KeyboardInterrupt
+
     def exits(*_):
         sys.exit(3)
 
@@ -104,7 +114,8 @@ def test_hostile_functions_end_in_one_line(start, monkeypatch):
         assert "\n" not in line and len(line) < 800
 
     check_each(check, [
-        ("raises", "ValueError: no way"), ("exits", "SystemExit: 3"), ("dies", "its process ended (exit code 7)"),
+        ("raises", "ValueError: no way"), ("exits", "SystemExit: 3"), ("mute", "Mute: Mute"),
+        ("interrupts", "KeyboardInterrupt"), ("dies", "its process ended (exit code 7)"),
         ("prints", "printed more than 100,000 bytes"), ("large", "m is str, not a number"),
         ("one_argument", "too many positional arguments; it is called with (answers, references, rows)"),
         ("not_callable", "my_metrics.not_callable is not a function"),

@@ -40,8 +40,6 @@ def serve() -> None:
                 response: dict[str, Any] = {name: bool(getattr(function, name, False)) for name in NEEDS}
             else:
                 response = {"values": check_values(function(*request, *more), len(request[0]))}
-        except KeyboardInterrupt:
-            raise
         except BaseException as error:  # a user's function can raise anything, SystemExit too
             reason, name = one_line(error)[:500], type(error).__name__
             response = {"error": reason if isinstance(error, UserError) else f"{name}: {reason}" if reason else name}

@@ -241,9 +241,10 @@ def read_index(folder: Path) -> Values:
     path = folder / INDEX
     if not path.is_file():
         raise ValueError(f"{folder} contains no {INDEX}")
-    index = None
-    with contextlib.suppress(ValueError):
+    try:
         index = read_json(path)
+    except ValueError as error:
+        raise ValueError(f"{path} is not an index of LitData chunks: {error}") from None
     if not isinstance(index, dict) or not isinstance(index.get("config"), dict):
         raise ValueError(f"{path} is not an index of LitData chunks")
     chunks = index.get("chunks")
