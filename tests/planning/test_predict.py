@@ -81,6 +81,8 @@ def test_plan_predicts_a_step(capsys):
     assert (speed["gpu"], speed["measured"], planned["device_memory_gb"]) == ("H200", False, 150.1)
     gains = [v["gain"] for v in speed["variants"][:-1]]
     assert gains == sorted(gains, reverse=True) and "--compiler torch" in speed["variants"][-1]["change"]
+    samples = speed["tokens_per_sec"] / 128
+    assert f" tokens/s, {samples:,.3g} samples/s, MFU" in format_plan(planned)
     assert "(prediction; not measured on a GPU)\n" in format_plan(planned)
     assert "Fits into 150.1 GB (140 GiB of the 141 GB H200)." in format_plan(planned)
     moved = (2 + 3 + 2 * 2) * 4 * sum(p.numel() for p in model_on_meta(config).parameters())

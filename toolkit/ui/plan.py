@@ -182,10 +182,11 @@ def _speed(summary: Values) -> list[str]:
     mfu = "" if speed["mfu"] is None else f", MFU {speed['mfu']:.1%}"
     unit, size = ("ms", 1) if speed["step_ms"] < 10_000 else ("s", 1000)
     does_not_fit = "; does not fit in memory" if summary["fits"] is False else ""
+    samples = f"{1000 * summary['global_batch_size'] / speed['step_ms']:,.3g} samples/s"
     lines = [
         "",
         f"Speed on {world} x {speed['gpu']} (prediction; not measured on a GPU{does_not_fit})",
-        f"  {'step':15}{speed['step_ms'] / size:10,.1f}  {unit}: {speed['tokens_per_sec']:,} tokens/s{mfu}",
+        f"  {'step':15}{speed['step_ms'] / size:10,.1f}  {unit}: {speed['tokens_per_sec']:,} tokens/s, {samples}{mfu}",
     ]
     sent = f"not overlapped, of {speed['communication_ms'] / size:,.1f} {unit} over {speed['links']}"
     for name, time in speed["parts_ms"].items():
