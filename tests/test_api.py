@@ -602,7 +602,7 @@ def test_options_match_pretrain(tmp_path):
         ({"data": SyntheticTokens()}, "data: a dataset is also given"),
         ({"num_workers": 2, "dataset": SyntheticTokens()}, "num_workers: has no effect with a DataModule"),
         ({"dataset": SyntheticTokens()}, "train.max_seq_length: must be set"),
-        ({"optimizer": "AdamX"}, "^optimizer.name AdamX: not in torch.optim; did you mean 'Adam"),
+        ({"optimizer": "AdamX"}, "^optimizer.name AdamX: no such optimizer; did you mean 'Adam"),
         ({"optimizer": nn.Linear}, "optimizer Linear: must be a class derived from"),
         ({"optimizer": torch.optim.SGD([torch.ones(1)])}, "optimizer SGD: give the class"),
         ({"optimizer": {"name": Plain, "betas": (0.9, 0.9)}}, "^optimizer.betas .*: Plain takes no such option"),

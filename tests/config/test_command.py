@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import pytest
 import yaml
+from helpers.cases import check_each
 from jsonargparse.typing import NonNegativeFloat, PositiveInt, restricted_number_type
 
 from toolkit.cli import parser as cli_parser
@@ -439,7 +440,7 @@ def test_home_folder_and_variables_in_every_path_option(tmp_path, monkeypatch):
         ("--train.learning_rate 4e-4x", "--train.learning_rate 4e-4x: must be a number"),
         ("--train.learning_rate -1", "--train.learning_rate -1.0: must be greater than zero"),
         ("--eval.initial_validation maybe", "--eval.initial_validation maybe: must be true or false"),
-        ("--accelerator gpu", "--accelerator gpu: must be one of auto, cpu, cuda, mps; did you mean 'cpu'?"),
+        ("--accelerator gpu", "--accelerator gpu: must be one of auto, cpu, cuda, mps; use cuda"),
         ("--model_config.n_layer x", "--model_config.n_layer x: must be an integer"),
         ("--model_config.position_embedding learnt", "--model_config.position_embedding learnt: must be one of rope, "),
         ("--optimizer.betas 0.9", "--optimizer.betas 0.9: must be a list of 2 such as [0.9, 0.95]"),
@@ -454,6 +455,53 @@ def test_home_folder_and_variables_in_every_path_option(tmp_path, monkeypatch):
 )  # fmt: skip
 def test_errors_name_flag_value_and_fix(argv, message):
     assert error_of(*argv.split()).startswith(message)
+
+
+WORDS_OF_OTHER_TOOLS = {
+    "pretrain --accelerator gpu": "use cuda",
+    "pretrain --compiler inductor": "use torch",
+    "pretrain --compiler true": "use torch",
+    "finetune_full m --data Classification --data.problem_type multi_class": "use single_label_classification",
+    "pretrain --head classification": "toolkit finetune_full CHECKPOINT --head classification",
+    "finetune_full m --head regression": "use classification; numbers as labels",
+    "finetune_full m --head none": "leave --head out",
+    "finetune_full m --head.name classification": "did you mean --head?",
+    "finetune_full m --num_labels 3": "--data.label_column",
+    "finetune_full m --data Classification --data.labels a,b": "--data.label_column",
+    "finetune_full m --data Classification --data.csv_path f.csv": "did you mean --data.path?",
+    "pretrain --data TextFiles --data.data_path d": "did you mean --data.train_data_path?",
+    "finetune_full m --data CSV --data.path d": "did you mean --data.csv_path?",
+    "pretrain --data LitData --data.path d": "did you mean --data.data_path?",
+    "finetune_full m --data.csv_path f.csv": "add --data CSV",
+    "finetune_full m --data faq.csv": "--data CSV --data.csv_path FILE",
+    "finetune_full m --data-json-path f": "did you mean --data.json_path?",
+    "pretrain --data LitData --data.data_path d --data.split_names train": "such as [train, val]",
+    "pretrain --model pico-llama": "the first word, as in `toolkit pretrain pico-llama`",
+    "pretrain --precision fp8": "use --train.fp8 tensorwise",
+    "pretrain --precision float16": "use 16-mixed",
+    "finetune_lora m --precision int8": "--quantize bnb.nf4",
+    "pretrain --train.fp8 true": "use tensorwise or rowwise",
+    "pretrain --optimizer.precondition_frequency 3": "set by --optimizer.options.precondition_frequency",
+    "pretrain --train.max_tokens 1M": "a million as 1e6: Stop at the step that reaches this many input tokens",
+    "pretrain --train.max_time 5m": "write it without a unit, a million as 1e6: Stop this launch after this many min",
+    "pretrain --fsdp.state_dict_type FULL_STATE_DICT": "use full",
+    "classify m --output f": "toolkit classify ... > FILE",
+    "classify m --data CSV": "give a file, as --texts FILE",
+    "classify m --device cuda": "did you mean --accelerator?",
+    "classify m --labels a,b": "the checkpoint has them",
+    "pretrain --data LitData --data.data_path s3:/b/x": "is not a URL; write s3://b/x",
+}
+
+
+def test_words_of_other_tools_have_their_hint():
+    def check(line: str, hint: str) -> None:
+        name, *words = line.split()
+        module, positionals, _ = COMMANDS[name]
+        with pytest.raises(UserError) as caught:
+            cli_parser.parse(name, importlib.import_module(module).setup, positionals, words)
+        assert hint in str(caught.value)
+
+    check_each(check, WORDS_OF_OTHER_TOOLS.items())
 
 
 def test_missing_positional_shows_the_usage():

@@ -350,7 +350,7 @@ def test_problems_are_those_of_transformers(base, capsys):
 
 
 @pytest.mark.slow
-def test_adapters_with_a_head_are_peft_s_and_merge(base):
+def test_adapters_with_a_head_are_peft_s_and_merge(base, capsys):
     from peft import PeftModel
     from transformers import AutoModelForSequenceClassification
 
@@ -361,6 +361,9 @@ def test_adapters_with_a_head_are_peft_s_and_merge(base):
     model = PeftModel.from_pretrained(model, "peft").eval()
     tokens = torch.randint(1, 200, (1, 20))
     expected = model(input_ids=tokens).logits[0].detach()
+    for command in ("convert_to_gguf out/final x.gguf", "convert_to_litgpt out/final x"):  # not: add --merge true
+        assert main(command.split()) == 2
+        assert "classification head" in capsys.readouterr().err
     assert main(["merge_lora", "out/final", "--out_dir", "merged"]) == 0
     assert main(["convert_to_hf", "out/final", "hf", "--merge", "true", "--verify", "true"]) == 0
     for folder in ("out/final", "merged"):

@@ -6,7 +6,7 @@ from pathlib import Path
 from torch import Tensor
 
 from toolkit.checkpoints.finite import write_weights
-from toolkit.checkpoints.folder import CONFIG, require_language_model
+from toolkit.checkpoints.folder import CONFIG
 from toolkit.checkpoints.hf.export_hf import read_model, write_config
 from toolkit.checkpoints.litgpt import config_from_litgpt
 from toolkit.checkpoints.merge import MergedWeights, copy_files
@@ -49,8 +49,7 @@ def export_litgpt(
         UserError: LitGPT would compute the model differently.
     """
     require_new_folder(out_dir)
-    config, weights = read_model(checkpoint_dir, merge, base_checkpoint_dir, None)
-    require_language_model(config, f"checkpoint_dir {checkpoint_dir}")
+    config, weights = read_model(checkpoint_dir, merge, base_checkpoint_dir, None, is_text_model=True)
     try:
         values = litgpt_config(config)
     except UserError as error:

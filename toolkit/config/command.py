@@ -6,6 +6,7 @@ result must not depend on the order of files, classes and flags, nor keep option
 
 import inspect
 import os
+import re
 from argparse import ArgumentError
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
@@ -177,8 +178,8 @@ class CommandOptions:
         if cls is None and name in registered(kind := kind_of(base)):
             cls = load_registered(kind, name)  # says why it does not import
         if cls is None:
-            hint = None if module else CLASS_HINTS.get(name)
-            near = hint or did_you_mean(name, choices, cutoff=0.65) or f"; known are {', '.join(choices)}"
+            near = CLASS_HINTS.get(name) or did_you_mean(name, choices, cutoff=0.65)
+            near = near or f"; known are {', '.join(choices)}"
             raise UserError(f"{value.display(key)}: no such class{near}")
         if not (inspect.isclass(cls) and issubclass(cls, base)):
             raise UserError(f"{value.display(key)}: must be a class derived from {base.__name__}")
@@ -281,6 +282,8 @@ class CommandOptions:
                 raise UserError(f"{number.display(key)}: must {must}") from error
             names = [a for kind in kinds if get_origin(kind) is Literal for a in get_args(kind) if isinstance(a, str)]
             hint = VALUE_HINTS.get(f"{key}={text.lower()}") or did_you_mean(text, names, cutoff=0.55)
+            if not hint and re.fullmatch(r"[\d.]+ *[A-Za-z]+", text):
+                hint = f"; write it without a unit, a million as 1e6: {self.options()[key].doc.partition('. ')[0]}"
             shown = value.display(key).removeprefix("--" if key.upper() in usage.split() else "")  # positional
             raise UserError(f"{shown}: must be {describe(kind)}{hint}") from error
         if isinstance(converted, str) and (is_path_option(key) or key in PATH_LISTS):
@@ -310,20 +313,29 @@ class CommandOptions:
         """Return a hint for an unknown option, such as ``; did you mean --train.max_steps?``."""
         group, _, last = key.rpartition(".")
         choices = self.choices(group) if group in self.class_options else {}
-        if matches := [name for name, cls in choices.items() if last in inspect.signature(cls).parameters]:
-            hint = f"add --{group} {matches[0]}" if len(matches) == 1 else f"{', '.join(matches)} have it"
-            return f" of --{group} {self.selected[group].__name__}; {hint}"
 
         def show(option: str) -> str:
             option_group, _, name = option.rpartition(".")
             in_python = repr(name) if option_group == group else f"{option_group}={{{name!r}: ...}}"
             return in_python if source is None else option if source else f"--{option}"
 
+        if matches := [name for name, cls in choices.items() if last in inspect.signature(cls).parameters]:
+            hint = f"add --{group} {matches[0]}" if len(matches) == 1 else f"{', '.join(matches)} have it"
+            selected = self.selected[group]
+            paths = [f"{group}.{name}" for name in parameters_of(selected) if name.endswith("path")]
+            if last.endswith("path") and paths and selected is not type(self.parameters[group].default):
+                hint = f"did you mean {show(paths[0])}?"  # the user has chosen the class
+            return f" of --{group} {selected.__name__}; {hint}"
         if hint := suggest_option(key, {*options, *self.class_options}, show):
             return hint
+        if matches := [option for option in options if option.replace(".", "_") == key.replace("-", "_")]:
+            return f"; did you mean {show(matches[0])}?"
         names = options if source != "" else [*options, *COMMON_OPTIONS]
         compared = str if group else lambda option: option.rpartition(".")[2]
-        return did_you_mean(key, names, cutoff=0.75, margin=0.05, normalize=compared, display=show) or "; see --help"
+        near = did_you_mean(key, names, cutoff=0.75, margin=0.05, normalize=compared, display=show)
+        if not near and f"{group}.options" in options:
+            near = f"; an option of the {group}'s class is set by {show(f'{group}.options.{last}')}"
+        return near or "; see --help"
 
 
 def as_mapping(name: str, value: Any) -> Mapping[str, Any]:

@@ -65,6 +65,15 @@ num_heads n_heads num_attention_heads = model_config.n_head
 num_kv_heads num_key_value_heads = model_config.n_query_groups
 max_seq_len max_length sequence_len seq_len seq_length cutoff_len context_length model_max_length = train.max_seq_length
 output_dir = out_dir
+output out_path out_dir = -texts; labels go to standard output: toolkit classify ... > FILE
+data = -texts; give a file, as --texts FILE
+device = accelerator
+labels num_labels label_names = -texts; the checkpoint has them
+labels num_labels label_names num_classes = -; the labels are those in the data's --data.label_column
+head.name head_name = head
+head = -model_name; a model gets a head in finetuning: `toolkit finetune_full CHECKPOINT --head classification`
+model = -model_name; an architecture is the first word, as in `toolkit pretrain pico-llama`; weights to start from are \
+--initial_checkpoint_dir
 base_model model_name_or_path model = checkpoint_dir
 base_model model_name_or_path model = initial_checkpoint_dir
 dataset_name = data HuggingFace; with --data.repo_id NAME
@@ -142,6 +151,18 @@ strategy=zero2 = use fsdp with --fsdp.sharding_strategy SHARD_GRAD_OP
 strategy=zero3 strategy=deepspeed = use fsdp, which shards like ZeRO 3
 fsdp.sharding_strategy=zero2 = use SHARD_GRAD_OP
 fsdp.sharding_strategy=zero3 = use FULL_SHARD, or HYBRID_SHARD on several nodes
+accelerator=gpu = use cuda
+compiler=inductor compiler=true = use torch
+data.problem_type=multi_class data.problem_type=multiclass = use single_label_classification
+data.problem_type=multi_label data.problem_type=multilabel = use multi_label_classification
+head=regression head=token_classification = use classification; numbers as labels make it a regression
+head=none head=lm = leave --head out
+precision=fp8 precision=float8 = use --train.fp8 tensorwise or rowwise with --precision bf16-mixed
+precision=fp16 precision=float16 precision=half precision=16 = use 16-mixed
+precision=int8 precision=int4 precision=nf4 = use `toolkit finetune_lora --quantize bnb.nf4`
+train.fp8=true = use tensorwise or rowwise
+fsdp.state_dict_type=full_state_dict = use full
+fsdp.state_dict_type=sharded_state_dict = use sharded
 format=k8s format=kubernetes = use kubeflow or jobset
 format=sbatch = use slurm
 format=sky = use skypilot
@@ -153,6 +174,8 @@ loads on any number
 CLASS_HINTS = _hints("""
 TinyLlama MicroLlama SlimPajama StarCoder = use LitData for prepared chunks, as in \
 config_hub/pretrain/tiny-llama.yaml, or HuggingFaceText
+csv json jsonl ndjson parquet txt = a file is given as --data CSV --data.csv_path FILE, --data JSON --data.json_path \
+FILE, --data Parquet --data.parquet_path FILE or --data TextFiles --data.train_data_path FILE
 PPO GRPO RLOO = reinforcement learning is not available; use TRL
 Deita LongForm FLAN = use JSON with --data.json_path FILE, or HuggingFace with --data.repo_id NAME
 """)

@@ -44,7 +44,8 @@ def describe(kind: Any) -> str:
         if base is Literal:
             descriptions.append(("one of " if len(values) > 1 else "") + ", ".join(map(str, values)))
         elif base is tuple:
-            descriptions.append(f"a list of {len(values)} such as [0.9, 0.95]")
+            example = "[train, val]" if values[0] is str else "[0.9, 0.95]"
+            descriptions.append(f"a list of {len(values)} such as {example}")
         elif values == (str, str):
             descriptions.append(columns)
         else:

@@ -23,6 +23,8 @@ def expand_path(name: str, value: str) -> str:
     ``name`` is the option as shown in messages. Raise UserError for a variable, which only a shell replaces.
     """
     if is_url(value):
+        if "://" not in value:
+            raise UserError(f"{name} {value}: is not a URL; write {value.replace(':/', '://', 1)}")
         return value
     if _VARIABLE.search(value):
         raise UserError(f"{name} {value}: variables are not replaced here; give the path itself")

@@ -36,9 +36,7 @@ def optimizer_class(name: str) -> type[Optimizer]:
         return load_registered("optimizers", name)
     if match is None:
         usable = sorted({*added, *classes} - UNSUPPORTED.keys())
-        raise UserError(
-            f"--optimizer.name {name}: not in torch.optim{did_you_mean(name, usable)} ({', '.join(usable)})"
-        )
+        raise UserError(f"--optimizer.name {name}: no such optimizer{did_you_mean(name, usable)} ({', '.join(usable)})")
     if match in UNSUPPORTED:
         raise UserError(f"--optimizer.name {name}: {UNSUPPORTED[match]}; use AdamW, for example")
     return classes[match]

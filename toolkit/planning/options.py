@@ -121,8 +121,10 @@ def _check_optimizer_name(name: str) -> None:
     if name in PACKAGES:
         require_package(f"--optimizer.name {name}", *PACKAGES[name])
     names = {*TORCH_OPTIMIZERS, *HYBRID_OPTIMIZERS, *registered("optimizers")}
-    if name.lower() not in map(str.lower, names) and (hint := did_you_mean(name, names)):
-        raise UserError(f"--optimizer.name {name}: not in torch.optim{hint}")
+    in_python = "; a class of another package is given in Python, as toolkit.train(optimizer=CLASS), or by an extension"
+    hint = in_python if "." in name else did_you_mean(name, names)
+    if name.lower() not in map(str.lower, names) and hint:
+        raise UserError(f"--optimizer.name {name}: no such optimizer{hint}")
 
 
 def _check_callbacks(callbacks: object) -> None:

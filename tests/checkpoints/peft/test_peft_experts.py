@@ -98,6 +98,8 @@ def test_what_cannot_be_imported_is_one_line(tiny_models, tmp_path):
     other = {"rank_pattern": {"gate_up_proj": 6}, "alpha_pattern": {"gate_up_proj": 7}}
     made_by_peft(hf, tmp_path / "scaling", EXPERTS, **other)
     refused(tmp_path / "scaling", "rank_pattern .* not supported")
+    with pytest.raises(UserError, match="adapts experts, and this base has none"):
+        import_peft(tmp_path / "dense", load_model(tiny_models["llama"].native).config)
     made_by_peft(hf, tmp_path / "shape", EXPERTS)
     path = tmp_path / "shape" / "adapter_model.safetensors"
     tensors = load_file(path)

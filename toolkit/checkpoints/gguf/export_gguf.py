@@ -14,7 +14,6 @@ from torch import Tensor
 
 from toolkit.checkpoints.adapters import has_adapters_only
 from toolkit.checkpoints.finite import nonfinite_tensors, warn_nonfinite
-from toolkit.checkpoints.folder import require_language_model
 from toolkit.checkpoints.gguf import architecture
 from toolkit.checkpoints.gguf.vocabulary import add_vocabulary, stop_tokens
 from toolkit.checkpoints.hf.export_hf import complete_weight_map, read_model
@@ -44,8 +43,7 @@ def export_gguf(
     except ImportError as error:
         raise UserError("convert_to_gguf: needs gguf; run: pip install 'gguf>=0.17'") from error
     merged_dtype = torch.float32 if has_adapters_only(checkpoint_dir) else None  # rounded once
-    config, weights = read_model(checkpoint_dir, merge, base, merged_dtype)
-    require_language_model(config, f"checkpoint_dir {checkpoint_dir}")
+    config, weights = read_model(checkpoint_dir, merge, base, merged_dtype, is_text_model=True)
     architecture.require_supported(config, checkpoint_dir)
     _require_new_file(out_path)
     maps, tokenizer = complete_weight_map(config, weights), Tokenizer.load(checkpoint_dir, flag="checkpoint_dir")

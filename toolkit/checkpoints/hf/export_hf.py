@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from toolkit.checkpoints.adapters import has_adapters_only, require_adapters
+from toolkit.checkpoints.find import CONFIG as MODEL_CONFIG
 from toolkit.checkpoints.finite import nonfinite_tensors, warn_nonfinite
-from toolkit.checkpoints.folder import load_compatible_weights, read_model_config
+from toolkit.checkpoints.folder import load_compatible_weights, read_model_config, require_language_model
 from toolkit.checkpoints.hf.card import auto_class, write_model_card
 from toolkit.checkpoints.hf.files import FORMAT_NAMES
 from toolkit.checkpoints.hf.reader import CONFIG, INDEX, SINGLE
@@ -126,9 +127,18 @@ def _load_with_transformers(folder: Path, config: ModelConfig) -> Any:
 
 
 def read_model(
-    folder: Path, merge: bool, base_checkpoint_dir: str | Path | None, dtype: torch.dtype | None
+    folder: Path,
+    merge: bool,
+    base_checkpoint_dir: str | Path | None,
+    dtype: torch.dtype | None,
+    is_text_model: bool = False,
 ) -> tuple[ModelConfig, Mapping[str, Tensor]]:
-    """Return the architecture and the weights of a model folder, merged on access if it holds only adapters."""
+    """Return the architecture and the weights of a model folder, merged on access if it holds only adapters.
+
+    ``is_text_model``: Raise UserError for a model with a score layer.
+    """
+    if is_text_model and (folder / MODEL_CONFIG).is_file():  # adapters with a score layer have one
+        require_language_model(read_model_config(folder), f"checkpoint_dir {folder}")
     require_adapters(folder, merge=merge, base_checkpoint_dir=base_checkpoint_dir)
     if not has_adapters_only(folder):
         config = read_model_config(folder)

@@ -126,6 +126,8 @@ def import_peft(folder: Path, config: ModelConfig) -> tuple[LoRAConfig, Tensors,
         if any(old in layer.modules for layer in layers) and new in tensors:
             tensors[old] = tensors.pop(new)
     experts = expert_parameters(config)
+    if settings.get("target_parameters") and not experts:
+        raise UserError(f"--from_peft {folder}: adapts experts, and this base has none; give the base of its training")
     peft = _PeftAdapters(folder, settings, tensors, layers, experts)
     selected = _adapted_parts(layers, tensors, config)
     selected |= {"experts" for expert in experts if expert.module in tensors}

@@ -128,7 +128,9 @@ class LitData(DataModule):
                 content, largest = manifest["key"].encode(), int(manifest["largest_token"])
             else:
                 for part in folders:
-                    require(part.is_dir(), "data_path", self.data_path, f"no folder {part}{hint}")
+                    require(
+                        part.is_dir(), "data_path", self.data_path, f"no folder {part}{hint}; text: --data TextFiles"
+                    )
                 rows = [ChunkBlockDataset(TokenStore(part), block_size) for part in folders]
                 if any(part.store.array.checksums is None for part in rows):
                     report(f"Data: {folder}: not verified: it has no checksums")
