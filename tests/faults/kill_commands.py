@@ -130,7 +130,7 @@ def trial(subject: str, call: int, folder: Path) -> int:
     for at in (call, again):
         counter = Counter(folder)
         result = run(subject, folder, **counter.at(at, "kill"))
-        assert (result.code == -signal.SIGKILL) == bool(counter.faults), f"code {result.code}: {result.err[-500:]}"
+        assert counter.faults or result.code != -signal.SIGKILL, "killed by something else"
         n_kills += counter.faults
         require_ended(result, folder, expected)
         require_whole(subject, folder, expected, before)
