@@ -99,7 +99,7 @@ def plan(recipe: Recipe) -> tuple[str, str, str]:
         name = GPUS[recipe.memory_gb]
         prediction = predict(planned, SPECS[name])
         devices, batch = planned.config.devices, planned.config.batch
-    steps = planned.steps
+    steps = planned.config.steps
     if recipe.n_samples is not None:
         steps = round(recipe.n_samples * (args.train.epochs or 1) / batch.global_batch_size)
     nodes = f"{devices.num_nodes} nodes of " if devices.num_nodes > 1 else ""

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from toolkit import cli, load
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
-from toolkit.training.data import uses_old_ends
+from toolkit.training.checkpoint_meta import uses_old_ends
 from toolkit.training.evaluate import data_of_run
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "checkpoints"

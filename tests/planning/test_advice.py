@@ -60,9 +60,9 @@ def test_a_smaller_model_is_the_last_resort():
 def test_a_change_of_less_than_two_percent_does_not_help(monkeypatch):
     """Bf16-master saves 1 % for Llama-3-8B on one device, and would rule out offloading, with which it fits."""
 
-    def with_total(total: float, spec: object = None) -> SimpleNamespace:
+    def with_total(total: float, *_: object) -> SimpleNamespace:
         config = SimpleNamespace(devices=DeviceSpec("cuda", 1, 1))
-        return SimpleNamespace(args=None, config=config, memory=SimpleNamespace(total=total), node_memory=0)
+        return SimpleNamespace(args=None, rows=None, config=config, memory=SimpleNamespace(total=total), node_memory=0)
 
     monkeypatch.setattr(advice_module, "plan_run", with_total)
     monkeypatch.setattr(advice_module, "with_options", lambda args, changes: changes["total"])

@@ -12,7 +12,6 @@ from helpers.cases import check_each
 from torch import nn
 
 from toolkit.commands import finetune_lora, pretrain
-from toolkit.config import TrainArgs
 from toolkit.config.command import parse_object
 from toolkit.data import TextFiles
 from toolkit.data.sft.datasets import Alpaca
@@ -20,7 +19,8 @@ from toolkit.errors import UserError
 from toolkit.measure import micro_step
 from toolkit.planning import resolve
 from toolkit.planning.auto import choose_size, resolve_auto
-from toolkit.planning.compiler import choose_compiler, planned_steps
+from toolkit.planning.compiler import choose_compiler
+from toolkit.planning.limits import Limits
 from toolkit.planning.plan import plan_run, run_args_of
 from toolkit.planning.resolve import DeviceSpec, ResolvedConfig
 from toolkit.planning.run_args import with_options
@@ -32,6 +32,10 @@ DDP = {"strategy": "ddp"}
 
 class OfMatrices(torch.optim.SGD):
     needs_unsharded = True
+
+
+def limits_of(steps: int | None) -> Limits:
+    return Limits(steps, None, None, None, steps)
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +156,7 @@ def test_compilers_of_runs(config_of):
     def check(options: dict, place: dict, is_ragged: bool, steps: int | None, chosen: tuple[str, str]) -> None:
         sizes = {"train.max_seq_length": 512, "train.micro_batch_size": 8}
         config = config_of(sizes | options, **{"devices": 1} | place)
-        name, reason = choose_compiler(config, config.model, is_ragged=is_ragged, steps=steps)
+        name, reason = choose_compiler(replace(config, is_ragged=is_ragged, limits=limits_of(steps)))
         assert name == chosen[0] and re.fullmatch(chosen[1], reason), (name, reason)
 
     wrapped = {"strategy": "fsdp", "fsdp.auto_wrap": "size"}
@@ -178,7 +182,7 @@ def test_compilers_of_runs(config_of):
 def test_a_cpu_predicts_nothing_before_it_starts(config_of, monkeypatch):
     monkeypatch.setattr(micro_step, "trace_micro_step", lambda *_: pytest.fail("traced"))
     config = config_of({}, devices=1, device="cpu")
-    assert choose_compiler(config, config.model, is_ragged=False, steps=10**6) == ("none", "auto: on cpu")
+    assert choose_compiler(replace(config, limits=limits_of(10**6))) == ("none", "auto: on cpu")
 
 
 def test_compilation_is_weighed_in_seconds_of_the_gpu(config_of):
@@ -189,18 +193,10 @@ def test_compilation_is_weighed_in_seconds_of_the_gpu(config_of):
     def min_steps(gpu: str) -> int:
         on_gpu = replace(config, devices=replace(config.devices, gpu=gpu))
         possible = (2**i for i in range(14))
-        return next(n for n in possible if choose_compiler(on_gpu, config.model, is_ragged=False, steps=n)[0] != "none")
+        return next(n for n in possible if choose_compiler(replace(on_gpu, limits=limits_of(n)))[0] != "none")
 
     assert min_steps("NVIDIA A100-SXM4-80GB") == min_steps("GTX 9999") == min_steps("")
     assert min_steps("Tesla T4") < min_steps("NVIDIA H100 80GB HBM3")
-
-
-def test_the_length_of_a_run_is_planned_before_its_data_is_read():
-    def check(limits: dict, steps: int | None) -> None:
-        assert planned_steps(TrainArgs(global_batch_size=8, **limits), seq_length=100) == steps
-
-    cases = [{"max_tokens": 8001}, {"max_tokens": 8001, "max_steps": 5}, {"epochs": 3.0}, {"max_time": 60.0}]
-    check_each(check, zip(cases, [11, 5, None, None], strict=True))
 
 
 def test_what_was_chosen_is_saved(config_of):

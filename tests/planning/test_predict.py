@@ -97,7 +97,9 @@ def test_times_are_shown_in_readable_units():
     plan = planned_run(train={"max_steps": 200, "micro_batch_size": 4, "max_seq_length": 64})
     prediction = predict(plan, GPUS["H200"])
     slow = replace(prediction, parts=prediction.parts | {"products": 30.0})
-    summary = plan_summary(plan, 1e-3, math.inf, []) | {"speed": speed_summary("H200", 141, slow, [], plan.steps)}
+    summary = plan_summary(plan, 1e-3, math.inf, []) | {
+        "speed": speed_summary("H200", 141, slow, [], plan.config.steps)
+    }
     shown = format_plan(summary)
     assert "(prediction; not measured on a GPU; does not fit in memory)\n" in shown
     assert re.search(r"\n  step +30\.\d  s: ", shown) and "\n  products             30.0  matrix" in shown

@@ -1,7 +1,6 @@
 """`--compiler auto`: compiles only if torch.compile works on the device."""
 
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +8,7 @@ import torch
 from toolkit.commands import pretrain
 from toolkit.config.command import parse_object
 from toolkit.planning.auto import resolve_auto
+from toolkit.planning.data import complete, unprepared_rows
 from toolkit.planning.resolve import DeviceSpec
 from toolkit.planning.training_options import run_args
 from toolkit.training.compiler import compile_error, resolve_compiler
@@ -28,17 +28,16 @@ def wrong(function: Callable) -> Callable:
 def test_a_missing_or_wrong_compiler_never_breaks_an_auto_run(monkeypatch):
     given = {"model_name": "pythia-14m", "train": {"max_steps": 10**5}, "model_config": {"vocab_size": 256}}
     config = resolve_auto(run_args(**parse_object(pretrain.setup, given)), DeviceSpec("cuda", 1, 1, 80e9))
-    limits, model = SimpleNamespace(total_steps=10**5), SimpleNamespace(config=config.model)
-    state = SimpleNamespace(longest_ragged=0, limits=limits, model=model)
+    config = complete(config, unprepared_rows(config.args, config.max_seq_length))
 
     def chosen(compiler: Callable) -> tuple[str, str]:
         monkeypatch.setattr(torch, "compile", compiler)
-        found = resolve_compiler(config, state, CPU)
+        found = resolve_compiler(config, CPU)
         assert resolved_hyperparameters(found)["compiler"] == found.args.compiler
         return found.args.compiler, found.reasons["compiler"]
 
     on_cpu = resolve_auto(config.args, DeviceSpec("cpu", 1, 1, 80e9))
-    found = resolve_compiler(on_cpu, state, CPU)
+    found = resolve_compiler(on_cpu, CPU)
     assert (found.args.compiler, resolved_hyperparameters(found)["compiler"]) == ("none", "auto")  # a GPU may compile
     name, reason = chosen(lambda function: function)
     assert name == "torch" and reason.startswith("auto: compilation takes about ")

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import yaml
-from helpers.processes import pretrain
+from helpers.cases import check_each
 from helpers.small_runs import text_data, write_base, write_rows
 
 import toolkit
@@ -67,24 +67,31 @@ def test_shows_the_labels_of_finetuning_rows(kind, corpus, tmp_path, capsys):
     assert "Would write to" in shown and not (tmp_path / "out").exists()
 
 
-def test_rank_0_prints_once_and_every_process_ends(corpus, tmp_path):
-    out = tmp_path / "out"
-    process = pretrain(*text_data(corpus), *SHORT, "--devices", "2", "--out_dir", str(out), "--dry_run")
-    shown, errors = process.stdout.read(), process.stderr.read()
-    assert process.wait() == 0, errors
-    assert shown.count("Would write to") == 1 and "2 x cpu" in shown and not out.exists()
-
-
-def test_several_nodes_are_rehearsed_on_one_machine(corpus, tmp_path, capsys, monkeypatch):
-    """Without a launcher: rank 0's rows are read here, and the plan is for all devices."""
+def test_several_devices_are_rehearsed_in_one_process(corpus, tmp_path, capsys, monkeypatch):
+    """Of any number of nodes, with and without a launcher's variables: nothing is started or waited for."""
     words = ["pretrain", "pico-llama", *text_data(corpus), *SHORT, "--out_dir", str(tmp_path / "out"), "--dry_run"]
-    words += ["--devices", "4", "--num_nodes", "2", "--train.global_batch_size", "16"]
-    assert main(words) == 0
-    shown = capsys.readouterr().out
-    assert "Devices    8 x cpu" in shown and "Batch      16 = micro batch 2 x 8 devices x 1" in shown
-    assert "8 devices" in shown and "Rank 0 of 8 read its rows here" in shown and not (tmp_path / "out").exists()
-    monkeypatch.setenv("NODE_RANK", "0")  # the node has a name: the dry run starts what the run would
-    assert main(words) == 2 and "MASTER_ADDR is not set" in capsys.readouterr().err
+    torchrun = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1"}
+
+    def check(layout: str, environ: dict[str, str], devices: int) -> None:
+        with monkeypatch.context() as patch:
+            for name, value in environ.items():
+                patch.setenv(name, value)
+            assert main([*words, *layout.split(), "--train.global_batch_size", "16"]) == 0
+        shown = capsys.readouterr().out
+        assert not (tmp_path / "out").exists()
+        if not devices:
+            assert not shown
+            return
+        assert f"Devices    {devices} x cpu" in shown and f"16 = micro batch 2 x {devices} devices x" in shown
+        assert f"Rank 0 of {devices} read its rows here" in shown and shown.count("Would write to") == 1
+
+    check_each(check, [
+        ("--devices 2", {}, 2),
+        ("--devices 4 --num_nodes 2", {}, 8),
+        ("--devices 4 --num_nodes 2", {"NODE_RANK": "1"}, 8),
+        ("", torchrun, 0),  # the first process prints
+        ("", torchrun | {"RANK": "0", "LOCAL_RANK": "0"}, 2),
+    ])  # fmt: skip
 
 
 def test_wrong_data_ends_with_one_line(corpus, tmp_path, capsys):

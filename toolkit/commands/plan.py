@@ -60,7 +60,7 @@ def setup(
         device_memory_gb = device_memory_gb or card.memory / 1e9
     from toolkit.distributed.device import device_memory
     from toolkit.planning.advice import advice_for
-    from toolkit.planning.plan import device_spec_of, missing_parts, plan_run, run_args_of
+    from toolkit.planning.plan import device_spec_of, missing_parts, plan_with_data, run_args_of
 
     predicted = None
     with _progress(), run_args_of(run) as args:
@@ -69,13 +69,15 @@ def setup(
             from toolkit.planning.suggestions import suggestions
 
         spec = device_spec_of(args, device_memory_gb)
-        plan = plan_run(args, spec if speed is None else replace(spec, has_bf16=card.generation.has_bf16, gpu=name))
+        plan = plan_with_data(
+            args, spec if speed is None else replace(spec, has_bf16=card.generation.has_bf16, gpu=name)
+        )
         host_memory_gb = host_memory_gb or device_memory("cpu") / 1e9
         advice = [] if device_memory_gb is None else advice_for(plan, device_memory_gb, host_memory_gb)
         if speed is not None:
             prediction = predict(plan, card)
-            predicted = (name, card.marketed_gb, prediction, suggestions(plan, card, prediction), plan.steps)
-        missing = [*missing_parts(args, run)]
+            predicted = (name, card.marketed_gb, prediction, suggestions(plan, card, prediction), plan.config.steps)
+        missing = missing_parts(args, run, plan.refusal)
     summary = plan_summary(plan, device_memory_gb, host_memory_gb, advice) | {"missing": missing}
     if predicted is not None:
         summary["speed"] = speed_summary(*predicted)

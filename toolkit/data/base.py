@@ -236,6 +236,10 @@ class DataModule(ABC):
             UserError: An option or a file is invalid.
         """
 
+    def estimate_rows(self, tokenizer: Tokenizer | None, max_seq_length: int) -> int | None:
+        """Estimate the training rows in less than a second, for ``toolkit plan``; None if they are unknown."""
+        return None
+
 
 def choose_seq_length(data: DataModule, option: int | None, flag: str) -> int | None:
     """Return the sequence length from the data module or ``flag``; None if neither sets it."""

@@ -11,6 +11,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +30,27 @@ DAMAGE_ERRORS = (ValueError, TypeError, KeyError, OSError, EOFError, DataError) 
 HEARTBEAT = 10.0  # seconds between progress lines
 ANNOUNCE_BYTES = 1 << 31  # announce reads of at least this size: they take seconds
 _LARGE_BYTES = 1 << 26  # bytes; tokens of larger folders are verified when read
+_reads_only = ContextVar("reads_only", default=False)
+
+
+class NotPreparedError(Exception):
+    """Data would have to be prepared or downloaded, see :func:`read_only`."""
+
+
+@contextmanager
+def read_only() -> Iterator[None]:
+    """Let data modules only read prepared data: they raise NotPreparedError instead of preparing it."""
+    token = _reads_only.set(True)
+    try:
+        yield
+    finally:
+        _reads_only.reset(token)
+
+
+def require_preparation() -> None:
+    """Raise NotPreparedError in :func:`read_only`. Called before data is prepared, downloaded or listed remotely."""
+    if _reads_only.get():
+        raise NotPreparedError
 
 
 def throttle(report: Report) -> Report:
@@ -100,6 +122,7 @@ def load_or_prepare(
         prepared, reason = find_prepared(folder, read)
         if prepared is not None:
             return prepared, True
+        require_preparation()
         report(f"Data: preparing {folder} ({reason}): {what}")
         sweep(folder.parent)
         with staging_folder(folder) as temporary:

@@ -129,6 +129,11 @@ class Mixture(DataModule):
         return _join(parts, train, tokenizer, report)
 
 
+def data_modules(data: DataModule) -> list[DataModule]:
+    """Return the data module and, for a mixture, its source modules."""
+    return [data, *(data.modules.values() if isinstance(data, Mixture) else ())]
+
+
 def _read_source(name: Any, entry: Any) -> MixtureSource:
     flag = f"--data.sources.{name}"
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-]+", name):

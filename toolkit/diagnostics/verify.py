@@ -33,7 +33,7 @@ def verify_parallel(args: RunArgs, steps: int) -> None:
 
     Rank 0 first trains on one process while the other ranks wait.
     """
-    device, world = detect_devices(args)
+    devices, world = detect_devices(args)
     if world.world_size == 1:
         raise UserError(
             f"--devices {args.devices}: a single process has nothing to compare; use 2 or more, or torchrun"
@@ -41,7 +41,7 @@ def verify_parallel(args: RunArgs, steps: int) -> None:
     size = args.pipeline_parallel_size
     hint = "verify_parallel compares gradients of complete models; use 1"
     require_option(size == 1, "pipeline_parallel_size", size, hint)
-    check_layout(args, steps, device, world)
+    check_layout(args, steps, devices.device, world)
 
 
 def check_layout(

@@ -96,7 +96,7 @@ def apply_steps(steps: Iterable[Step], plan: RunPlan, cost: Callable[[RunPlan], 
             spec = plan.config.devices
             spec = replace(spec, devices=changes.get("devices", spec.devices))
             try:
-                changed = plan_run(with_options(plan.args, changes), spec)
+                changed = plan_run(with_options(plan.args, changes), spec, plan.rows)
                 value = cost(changed)
             except UserError:  # the run would fail, or its cost is unknown
                 continue

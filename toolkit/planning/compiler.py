@@ -2,14 +2,11 @@
 
 import math
 
-from toolkit.config import AUTO, TrainArgs
-from toolkit.data.base import DataModule
-from toolkit.data.mixture import Mixture
+from toolkit.config import AUTO
 from toolkit.extension import registered
 from toolkit.measure.gpus import GPUS, GpuSpec, gpu_of_driver
 from toolkit.measure.micro_step import micro_step_seconds
 from toolkit.measure.sample import one_layer_of_each_kind
-from toolkit.models.config import ModelConfig
 from toolkit.planning.resolve import ResolvedConfig, memory_inputs
 from toolkit.ui.formats import format_seconds
 
@@ -18,33 +15,31 @@ COMPILE_S, COMPILE_LAYER_S = 5.0, 0.9
 with 1.1B parameters (22 layers)."""
 
 
-def choose_compiler(
-    config: ResolvedConfig, model: ModelConfig | None, *, is_ragged: bool, steps: int | None
-) -> tuple[str, str]:
+def choose_compiler(config: ResolvedConfig) -> tuple[str, str]:
     """Return the compiler of a run, and the reason if ``--compiler`` is "auto".
 
     On CUDA it is torch if all rows have the same length and the predicted gain exceeds the time to compile. On a CPU
-    nothing is compiled: the gain was 7 % at most, after hundreds of steps. ``steps`` counts the complete run, so a
-    resumed run makes the same choice. ``model`` has the vocabulary size; it is None for a user-provided module.
+    nothing is compiled: the gain was 7 % at most, after hundreds of steps. The steps count the complete run, so a
+    resumed run makes the same choice.
     """
     if config.args.compiler != AUTO:
         return config.args.compiler, ""
-    against = next((reason for reason, holds in _uncompiled(config, is_ragged).items() if holds), None)
+    against = next((reason for reason, holds in _uncompiled(config).items() if holds), None)
     if against is not None:
         return "none", f"auto: {against}"
     gpu = gpu_of_driver(config.devices.gpu)
-    saved = _saved_seconds(config, model, steps, gpu or GPUS["A100"])
+    saved, model = _saved_seconds(config, gpu or GPUS["A100"]), config.model
     if model is None or saved is None:
-        return "torch", "auto: rows of one length"
+        return "torch", f"auto: rows of one length{'' if config.limits else '; not for a short run'}"
     _, kinds = one_layer_of_each_kind(model, n_first=0, n_last=0)
     needed = COMPILE_S * len(kinds) + COMPILE_LAYER_S * model.n_layer
     reason = f"compilation takes about {format_seconds(needed)} and saves about {format_seconds(saved)}"
     return ("torch" if saved > needed else "none"), f"auto: {reason}{'' if gpu else ' on an A100'}"
 
 
-def _saved_seconds(config: ResolvedConfig, model: ModelConfig | None, steps: int | None, gpu: GpuSpec) -> float | None:
+def _saved_seconds(config: ResolvedConfig, gpu: GpuSpec) -> float | None:
     """Return the seconds that compilation saves in a run; None if they cannot be predicted."""
-    minutes = config.args.train.max_time
+    model, steps, minutes = config.model, config.steps, config.args.train.max_time
     if model is None or (steps is None and minutes is None):
         return None
     inputs = memory_inputs(config, model)
@@ -56,7 +51,7 @@ def _saved_seconds(config: ResolvedConfig, model: ModelConfig | None, steps: int
     return min(run, math.inf if minutes is None else 60 * minutes) * (1 - compiled / eager)
 
 
-def _uncompiled(config: ResolvedConfig, is_ragged: bool) -> dict[str, bool]:
+def _uncompiled(config: ResolvedConfig) -> dict[str, bool]:
     """Return whether the run has each property for which auto does not compile, by description."""
     args, strategy = config.args, config.strategy
     return {
@@ -68,17 +63,5 @@ def _uncompiled(config: ResolvedConfig, is_ragged: bool) -> dict[str, bool]:
         "--fsdp.cpu_offload true": strategy.offloads,
         f"--pipeline_parallel_size {args.pipeline_parallel_size}": args.pipeline_parallel_size > 1,
         f"--fsdp.auto_wrap {args.fsdp.auto_wrap}": strategy.kind == "fsdp" and args.fsdp.auto_wrap != "block",
-        "rows differ in length": is_ragged,
+        "rows differ in length": config.is_ragged,
     }
-
-
-def planned_steps(train: TrainArgs, seq_length: int) -> int | None:
-    """Return the optimizer steps set by max_steps and max_tokens; None without either. Does not read the data."""
-    by_tokens = None if train.max_tokens is None else -(-train.max_tokens // (train.global_batch_size * seq_length))
-    return min((steps for steps in (train.max_steps, by_tokens) if steps is not None), default=None)
-
-
-def has_ragged_rows(data: DataModule) -> bool:
-    """Whether a data module has rows of different lengths, as instruction data does. Does not read the data."""
-    modules = data.modules.values() if isinstance(data, Mixture) else [data]
-    return any(hasattr(module, "packing") for module in modules)

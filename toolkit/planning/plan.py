@@ -1,7 +1,7 @@
 """Plan a run before it starts, with the functions that the run uses: settings, parameters and memory."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +13,7 @@ from toolkit.distributed.device import count_devices
 from toolkit.distributed.stages import describe_stages
 from toolkit.distributed.units import describe_units, plan_units
 from toolkit.distributed.world import detect_world
-from toolkit.errors import UserError
+from toolkit.errors import UserError, count_of
 from toolkit.measure.memory import Memory, Parameters, count_parameters, plan_memory
 from toolkit.measure.sample import model_of
 from toolkit.measure.trace import StepMemory
@@ -21,19 +21,26 @@ from toolkit.models.block import Block
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import get_config, suggest_names
 from toolkit.models.gpt import GPT
-from toolkit.optim.schedule import Schedule, build_schedule, describe_scaling
+from toolkit.optim.schedule import describe_scaling
 from toolkit.planning.auto import resolve_auto
-from toolkit.planning.compiler import choose_compiler, has_ragged_rows, planned_steps
+from toolkit.planning.compiler import choose_compiler
+from toolkit.planning.data import (
+    Rows,
+    UnpreparedRows,
+    complete,
+    describe_rows,
+    describe_stand_in,
+    find_data,
+    unprepared_rows,
+)
 from toolkit.planning.options import check_start
 from toolkit.planning.resolve import (
     DeviceSpec,
     ResolvedConfig,
-    choose_model,
-    has_limit,
     memory_inputs,
+    resolve_model,
     with_default_limit,
     with_known_vocabulary,
-    with_model_limit,
 )
 from toolkit.planning.run_args import Changes, RunArgs, with_options
 from toolkit.planning.training_options import TrainingOptions, run_args
@@ -46,26 +53,44 @@ class RunPlan:
     Args:
         args: The user's options.
         config: The resolved config; its model may lack the vocabulary size.
+        rows: The data, as far as it was known.
         model: The architecture, with the vocabulary size.
         memory: The memory of one device.
         units: Description of the FSDP units; None for other strategies.
-        steps: Optimizer steps of the run; None if unknown.
-        length: Description of the length of a named architecture without a limit.
+        refusal: Why the run would refuse its data or its length; empty if it would not.
     """
 
     args: RunArgs
     config: ResolvedConfig
+    rows: Rows
     model: ModelConfig
     parameters: Parameters
     memory: Memory
     units: str | None = None
-    steps: int | None = None
-    length: str = ""
+    refusal: str = ""
 
     @cached_property
     def compiler(self) -> tuple[str, str]:
         """The compiler, and the reason if ``--compiler`` is "auto"."""
-        return choose_compiler(self.config, self.model, is_ragged=has_ragged_rows(self.args.data), steps=self.steps)
+        return choose_compiler(self.config)
+
+    @property
+    def length(self) -> str:
+        """Description of the run's length; empty if the run would be refused."""
+        config, limits = self.config, self.config.limits
+        if limits is None:
+            return "" if self.refusal else "known when the data is prepared: --dry_run prepares it and says"
+        about = "about " * (isinstance(self.rows, UnpreparedRows) and self.rows.epoch_rows is not None)
+        length = f": {config.length}" if config.length else ""
+        return "" if limits.total_steps is None else f"{about}{count_of(limits.total_steps, 'step')}{length}"
+
+    @property
+    def data(self) -> str:
+        return describe_rows(self.args, self.rows)
+
+    @property
+    def stand_in(self) -> str | None:
+        return describe_stand_in(replace(self.config, model=self.model), self.rows)
 
     @property
     def seq_length(self) -> int:
@@ -78,15 +103,8 @@ class RunPlan:
 
     @property
     def lr_scaling(self) -> str | None:
-        schedule = self.schedule
+        schedule = self.config.schedule
         return None if schedule is None else describe_scaling(self.args.train, schedule, self.args.defaults)
-
-    @property
-    def schedule(self) -> Schedule | None:
-        """The LR schedule; None if the length of the run is unknown, or estimated to be less than the warm-up."""
-        with suppress(UserError):
-            return None if self.steps is None else build_schedule(self.args.train, self.steps, self.args.defaults)
-        return None
 
     @property
     def stages(self) -> str | None:
@@ -102,20 +120,39 @@ class RunPlan:
         return self.config.batch.global_batch_size * self.seq_length
 
 
-def plan_run(args: RunArgs, devices: DeviceSpec) -> RunPlan:
-    """Resolve a run and estimate its memory, without starting it."""
-    length = ""
+def plan_run(args: RunArgs, devices: DeviceSpec, rows: Rows | None = None) -> RunPlan:
+    """Resolve a run and estimate its memory, without starting it. ``rows``: the data; None if it is not prepared."""
+    args = _with_any_limit(args)
+    config, refusal = resolve_auto(args, devices), ""
+    rows = unprepared_rows(args, config.max_seq_length) if rows is None else rows
     try:
-        args = with_default_limit(args)
-    except UserError:  # the length does not matter for the memory; an epoch has an unknown number of steps
-        args = with_options(args, {"train.epochs": 1})
-    if not has_limit(args.train):
-        args, length = with_model_limit(args, with_known_vocabulary(choose_model(args), args))
-    return replace(plan_resolved(args, resolve_auto(args, devices)), length=length)
+        config = complete(config, rows)
+    except UserError as error:
+        refusal = str(error)
+    return replace(plan_resolved(args, config, rows), refusal=refusal)
 
 
-def plan_resolved(args: RunArgs, config: ResolvedConfig, steps: int | None = None) -> RunPlan:
-    """Estimate the memory of a resolved run. ``steps``: its optimizer steps; None derives them from the options."""
+def plan_with_data(args: RunArgs, devices: DeviceSpec) -> RunPlan:
+    """Plan a run with its data if that is prepared, otherwise with what is known of it."""
+    rows, refusal = None, ""
+    try:
+        rows = find_data(args, resolve_model(_with_any_limit(args), devices)[2])
+    except UserError as error:
+        refusal = str(error)
+    plan = plan_run(args, devices, rows)
+    return replace(plan, refusal=refusal or plan.refusal)
+
+
+def _with_any_limit(args: RunArgs) -> RunArgs:
+    """Return the options with the default limit, or an epoch where the run would refuse to start without a limit."""
+    try:
+        return with_default_limit(args)
+    except UserError:  # the length does not matter for the memory
+        return with_options(args, {"train.epochs": 1})
+
+
+def plan_resolved(args: RunArgs, config: ResolvedConfig, rows: Rows) -> RunPlan:
+    """Estimate the memory of a resolved run."""
     model = with_known_vocabulary(config.model, args)
     inputs = memory_inputs(config, model)
     built = model_of(model, args.lora)
@@ -123,8 +160,7 @@ def plan_resolved(args: RunArgs, config: ResolvedConfig, steps: int | None = Non
     if config.strategy.kind == "fsdp":
         part = model_of(model, args.lora, config.strategy.layout.tensor)
         units = describe_units(plan_units(part, config.fsdp, (Block,)), config.fsdp)
-    steps = steps or planned_steps(args.train, config.max_seq_length or model.block_size)
-    return RunPlan(args, config, model, count_parameters(built), plan_memory(inputs, built), units, steps)
+    return RunPlan(args, config, rows, model, count_parameters(built), plan_memory(inputs, built), units)
 
 
 def require_memory(config: ResolvedConfig, model: ModelConfig, module: GPT) -> None:
@@ -188,9 +224,9 @@ def run_args_of(options: TrainingOptions) -> Iterator[RunArgs]:
         yield run_args(options)
 
 
-def missing_parts(args: RunArgs, options: TrainingOptions) -> Iterator[str]:
-    """Yield the errors with which the planned run would not start."""
-    value = options.initial_checkpoint_dir
+def missing_parts(args: RunArgs, options: TrainingOptions, refusal: str) -> list[str]:
+    """Return the errors with which the planned run would not start: ``refusal``, of its data, if there is no other."""
+    value, errors = options.initial_checkpoint_dir, list[str]()
     checks: tuple[Callable[[], object], ...] = (
         lambda: with_default_limit(args),
         lambda: value is None or find_checkpoint_dir(value, options.checkpoint_option),
@@ -200,4 +236,5 @@ def missing_parts(args: RunArgs, options: TrainingOptions) -> Iterator[str]:
         try:
             check()
         except UserError as error:
-            yield str(error)
+            errors.append(str(error))
+    return errors or [*filter(None, [refusal])]

@@ -29,14 +29,18 @@ from toolkit.models.gpt import GPT
 from toolkit.objectives import Objective
 from toolkit.optim.classes import has_moments, optimizer_class, resolve_optimizer
 from toolkit.optim.evaluation_weights import sets_weights
+from toolkit.optim.schedule import Schedule
 from toolkit.planning.batch import BatchPlan, plan_batch
 from toolkit.planning.compatibility import require_compatible
 from toolkit.planning.facts import Facts
 from toolkit.planning.frozen import find_frozen, frozen_flag
+from toolkit.planning.limits import Limits
 from toolkit.planning.run_args import RunArgs, with_options
 
 DEFAULT_MODEL_TOKENS = 700_000
 """Training tokens for the default model if no limit is set."""
+ASSUMED_CHARACTERS = 256
+"""Vocabulary of characters in a plan of a text that is not prepared."""
 MIN_GRADIENT_FRACTION = 0.01
 """Of a device's memory: smaller gradients are accumulated unsharded, without an estimate of the run's memory."""
 
@@ -81,18 +85,22 @@ class ResolvedConfig:
     """Resolved run configuration, before anything starts. ``StartState`` adds what depends on data and checkpoint.
 
     Args:
-        args: The options. A named architecture may have no limit yet, see :func:`toolkit.training.data.with_length`.
+        args: The options. A named architecture may have no limit before :func:`toolkit.planning.data.complete`.
         devices: The devices of the run.
         precision: Compute precision; "-true" precisions also store the weights in it.
         strategy: The distributed strategy with its mesh.
         batch: The division of the global batch.
-        model: The architecture; None for a user-provided module. The data may define its vocabulary.
+        model: The architecture; None for a user-provided module. The data may define its vocabulary and labels.
         max_seq_length: Tokens of the longest row; None for a user-provided module if not set.
         optimizer: See :func:`toolkit.optim.classes.resolve_optimizer`.
         frozen: The architecture of the objective's frozen model; None if it needs none.
         accumulate: FSDP's gradient accumulation mode.
         reasons: Reason for each "auto" option's value, for display.
         preset: The options set by ``--preset``, for display.
+        is_ragged: Whether row lengths vary.
+        limits, schedule: Limits and LR schedule over all launches; None before
+            :func:`toolkit.planning.data.complete`, or if the data is not prepared and defines the length.
+        length: Description of the length that a run without a limit gets.
     """
 
     args: RunArgs
@@ -107,6 +115,15 @@ class ResolvedConfig:
     accumulate: Literal["unsharded", "sharded"] = "unsharded"
     reasons: Mapping[str, str] = field(default_factory=dict)
     preset: str = ""
+    is_ragged: bool = False
+    limits: Limits | None = None
+    schedule: Schedule | None = None
+    length: str = ""
+
+    @property
+    def steps(self) -> int | None:
+        """Optimizer steps of the run; None if unknown."""
+        return None if self.limits is None else self.limits.total_steps
 
     @property
     def device(self) -> str:
@@ -278,13 +295,18 @@ def with_default_limit(args: RunArgs) -> RunArgs:
     return args
 
 
+def model_tokens(model: ModelConfig) -> int:
+    """Return the training tokens that a model from scratch wants: 20 per parameter in matrix products."""
+    return 20 * matmul_parameters(model_of(model, None))
+
+
 def with_model_limit(args: RunArgs, model: ModelConfig, epoch_tokens: float = math.inf) -> tuple[RunArgs, str]:
     """Limit a run from scratch by the size of its model and of its data, and describe the limit.
 
     Sources: Hoffmann et al. (arXiv 2203.15556) for the tokens per parameter, Muennighoff et al. (2305.16264) for the
     epochs. The parameters are those in matrix products, of which a token uses all.
     """
-    tokens = int(min(20 * matmul_parameters(model_of(model, None)), 4 * epoch_tokens))
+    tokens = int(min(model_tokens(model), 4 * epoch_tokens))
     epochs = "" if epoch_tokens == math.inf else f", {tokens / epoch_tokens:.3g} epochs"
     text = f"{tokens:,} tokens{epochs}: 20 tokens per active parameter, at most 4 epochs of data of known size"
     return with_options(args, {"train.max_tokens": tokens}), text
@@ -365,11 +387,14 @@ def choose_length(train: TrainArgs, config: ModelConfig | None) -> int | None:
 
 
 def with_known_vocabulary(config: ModelConfig | None, args: RunArgs) -> ModelConfig:
-    """Return the config with a vocabulary size, from the config, the tokenizer or the data module."""
+    """Return the config with a vocabulary size, from the config, the tokenizer or the data module.
+
+    The characters of a text are only counted when it is prepared.
+    """
     assert config is not None, "user-provided modules have no plan"
     if config.vocab_size is not None:
         return config
     if folder := args.tokenizer_dir or args.base_dir:
         return config.with_vocab_size(Tokenizer.load(folder).vocab_size)
     size = trained_vocabulary(args.data)
-    return config.with_vocab_size((size or None) if isinstance(size, int) else None)
+    return config.with_vocab_size(ASSUMED_CHARACTERS if size == "characters" else size or None)

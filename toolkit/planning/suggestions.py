@@ -57,7 +57,7 @@ def _as_auto(option: str, value_of: Callable[[RunPlan], str], slow: str) -> Step
 
     def step(plan: RunPlan) -> Iterator[Changes]:
         if value_of(plan) == slow:
-            value = value_of(plan_run(with_options(plan.args, {option: AUTO}), plan.config.devices))
+            value = value_of(plan_run(with_options(plan.args, {option: AUTO}), plan.config.devices, plan.rows))
             if value != slow:
                 yield {option: value}
 
@@ -71,7 +71,7 @@ def _micro_batch(plan: RunPlan) -> list[Changes]:
         changes = {MICRO_BATCH_SIZE: size}
         if size > plan.config.batch.micro_batch_size:
             with suppress(UserError):  # the run would raise this
-                if plan_run(with_options(plan.args, changes), devices).memory.total > _room(plan):
+                if plan_run(with_options(plan.args, changes), devices, plan.rows).memory.total > _room(plan):
                     break
                 fitting.append(changes)
     return fitting[-2:]

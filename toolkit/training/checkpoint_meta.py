@@ -1,6 +1,7 @@
 """``trainer/meta.json`` of a checkpoint: the run's progress and the values that must not change on resume."""
 
 import json
+from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -8,7 +9,7 @@ from typing import Any, get_type_hints
 from toolkit.checkpoints.fingerprint import base_fingerprint
 from toolkit.checkpoints.folder import read_model_config
 from toolkit.checkpoints.manifest import DamagedCheckpointError
-from toolkit.checkpoints.store import step_in_name
+from toolkit.checkpoints.store import newest_first, step_in_name
 from toolkit.checkpoints.weights import load_state
 from toolkit.config import OptimizerArgs
 from toolkit.data.cache import hash_inputs
@@ -189,3 +190,11 @@ def _check_fields(prefix: str, values: Fields, cls: type) -> None:
             raise ValueError(f"{prefix}{name} {value!r:.50} is not of type {' or '.join(t.__name__ for t in types)}")
         if isinstance(value, int | float) and value < 0:
             raise ValueError(f"{prefix}{name} {value} must not be negative")
+
+
+def uses_old_ends(resume_from: Path | None) -> bool:
+    """Whether the run to resume began with a version whose text for pretraining has no bos."""
+    for folder in [] if resume_from is None else [resume_from, *newest_first(resume_from.parent)]:
+        with suppress(UserError):  # a damaged checkpoint is reported later, and an older one may be used
+            return not read_meta(folder).get("document_ends")
+    return False

@@ -30,6 +30,7 @@ from toolkit.checkpoints.run.state_dicts import adapter_state, full_state, full_
 from toolkit.checkpoints.store import WEIGHTS
 from toolkit.checkpoints.weights import Tensors, load_state, save_state
 from toolkit.data.base import State
+from toolkit.data.mixture import data_modules
 from toolkit.distributed import ranks
 from toolkit.distributed.names import canonical_name
 from toolkit.errors import UserError
@@ -37,7 +38,7 @@ from toolkit.io.threads import run_in_thread
 from toolkit.models.lora import is_adapter
 from toolkit.optim.evaluation_weights import EvaluationWeights
 from toolkit.training.checkpoint_meta import CALLBACKS, FORMAT_VERSION, TRAINER
-from toolkit.training.hyperparameters import data_modules, resolved_hyperparameters
+from toolkit.training.hyperparameters import resolved_hyperparameters
 from toolkit.training.launch import Launch
 from toolkit.training.pending_save import PendingSave, Snapshot
 from toolkit.training.trace import SAVE

@@ -10,20 +10,17 @@ from toolkit.config import AUTO
 from toolkit.distributed import ranks
 from toolkit.planning.compiler import choose_compiler
 from toolkit.planning.resolve import ResolvedConfig
-from toolkit.training.start_state import StartState
 
 
-def resolve_compiler(config: ResolvedConfig, state: StartState, device: torch.device) -> ResolvedConfig:
+def resolve_compiler(config: ResolvedConfig, device: torch.device | None) -> ResolvedConfig:
     """Return the configuration with the compiler and the reason for the choice. Collective.
 
-    "auto" compiles only if torch.compile works on the devices of all ranks.
+    "auto" compiles only if torch.compile works on the devices of all ranks; None: they are not here.
     """
     if config.args.compiler != AUTO:
         return config
-    is_ragged, steps = state.longest_ragged > 0, state.limits.total_steps
-    choice = choose_compiler(config, state.model.config, is_ragged=is_ragged, steps=steps)
-    name, reason = ranks.broadcast_from_rank0(choice)  # nodes may have different GPUs
-    if name != "none" and (errors := [e for e in ranks.all_gather_object(compile_error(device)) if e]):
+    name, reason = ranks.broadcast_from_rank0(choose_compiler(config))  # nodes may have different GPUs
+    if name != "none" and device is not None and (errors := [e for e in ranks.all_gather_object(compile_error(device)) if e]):
         name, reason = "none", f"auto: torch.compile fails: {errors[0]}"
     return replace(config, args=replace(config.args, compiler=name), reasons={**config.reasons, "compiler": reason})
 

@@ -9,6 +9,7 @@ from toolkit.distributed.units import describe_units, plan_units
 from toolkit.models.families import export_error
 from toolkit.models.fp8 import describe_fp8
 from toolkit.optim.schedule import describe_scaling
+from toolkit.planning.data import describe_stand_in
 from toolkit.private_torch import local_shard
 from toolkit.training.data_reader import DataReader
 from toolkit.training.launch import Launch
@@ -31,6 +32,7 @@ def describe_run(launch: Launch, reader: DataReader) -> Iterator[str]:
         yield scaled
     if args.requested is not None and args.train.lr_schedule != args.requested.train.lr_schedule:
         yield f"LR schedule: {args.train.lr_schedule} after the warm-up, as {config.optimizer['name']} needs it"
+    yield from filter(None, [describe_stand_in(config, launch.data)])
     yield from reader.describe()
     if (reason := config.reasons.get("train.micro_batch_size")) is not None:
         yield f"Micro-batch: {config.batch.micro_batch_size} ({reason})"

@@ -2,11 +2,9 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 
 from toolkit.data.inspection import inspect_rows
-from toolkit.distributed import ranks
-from toolkit.distributed.device import device_memory
+from toolkit.distributed.device import count_devices, device_memory
 from toolkit.planning.advice import advice_for
 from toolkit.planning.limits import build_intervals
 from toolkit.planning.plan import plan_resolved
@@ -19,32 +17,28 @@ _SAMPLES = 3
 
 
 def report_dry_run(run: Launch, reader: DataReader) -> None:
-    """Read the first batch on every rank, and print the report on rank 0. Collective.
+    """Read the first batch, and print the report.
 
     Raises:
-        UserError: a rank could not read its first batch.
+        UserError: The batch could not be read.
     """
     reader.read()
-    if any(ranks.all_gather_object(reader.error is not None)):
+    if reader.error is not None:
         reader.raise_error(None)
-    if ranks.global_rank() == 0:
-        run.display.close()
-        _print_report(run)
-
-
-def _print_report(run: Launch) -> None:
+    run.display.close()
     tokenizer = run.data.tokenizer
     print("" if tokenizer is None else f"Tokenizer: {tokenizer.name}, {tokenizer.vocab_size:,} tokens\n")
     print_inspection(inspect_rows(run.data, _SAMPLES))
-    config = replace(run.config, model=run.state.model.config)
+    config = run.config
     if run.state.model.meta_model is not None and run.args.optimizer_class is None:
-        plan = plan_resolved(run.args, config, run.state.limits.total_steps)
+        plan = plan_resolved(run.args, config, run.data)
         memory, host_memory = round(config.devices.memory / 1e9, 1), device_memory("cpu") / 1e9
         known = memory if math.isfinite(memory) else None
         advice = [] if known is None else advice_for(plan, known, host_memory)
         print(f"\n{format_plan(plan_summary(plan, known, host_memory, advice))}")
     if run.world.world_size < (size := config.strategy.layout.world_size):
-        print(f"\nRank 0 of {size} read its rows here; no other process was started.")
+        assumed = "" if count_devices(config.device) != 0 else "; GPUs are assumed, --accelerator cpu plans without"
+        print(f"\nRank 0 of {size} read its rows here; no other process was started{assumed}.")
     print("\n".join(["", *_describe_output(run), "", "Dry run: nothing was trained, and out_dir is unchanged."]))
 
 

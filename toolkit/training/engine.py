@@ -23,8 +23,7 @@ from toolkit.optim.update import Update, choose_update, set_learning_rate
 from toolkit.planning.advice import oom_advice
 from toolkit.planning.auto import resolve_auto
 from toolkit.planning.limits import build_intervals, is_due
-from toolkit.planning.plan import device_spec_of
-from toolkit.planning.resolve import DeviceSpec, ResolvedConfig
+from toolkit.planning.resolve import ResolvedConfig
 from toolkit.planning.run_args import RunArgs
 from toolkit.training.build import build_checkpointer, build_models, build_reader
 from toolkit.training.callbacks.answers import make_answer_metrics
@@ -57,9 +56,8 @@ def run_training(args: RunArgs, callbacks: Sequence[Callback] = ()) -> None:
 
 def resolve_run(args: RunArgs, callbacks: Sequence[Callback] = ()) -> tuple[ResolvedConfig, WorldInfo, list[Callback]]:
     """Return the resolved configuration, the processes, and the callbacks (``--callbacks`` first)."""
-    device, world = detect_devices(args)
-    devices = DeviceSpec.of_this_machine(device, world.devices, world.num_nodes)
-    config = resolve_auto(args, device_spec_of(args) if is_alone(args) else devices)
+    devices, world = detect_devices(args)
+    config = resolve_auto(args, devices)
     all_callbacks = [*load_callbacks(args.callbacks), *callbacks]
     for callback in all_callbacks if args.optimizer.in_backward else ():
         if overrides(callback, "on_before_optimizer_step"):
@@ -100,16 +98,19 @@ def open_run(
         stack: Closes what the run has opened.
         is_short: See :class:`toolkit.training.launch.Launch`.
     """
+    if is_alone(config) and world.global_rank > 0:
+        return None  # a launcher started it, and the first process prints
     launch = launch_run(config, world, stack, is_short)
     sampler = make_sampler(launch.data, launch.state.model.config, launch.args.eval.max_new_tokens)
     if launch.is_finished:
         finish_run(launch, stack)
         return None
-    if is_alone(launch.args):
+    device = None if is_alone(config) else launch.fabric.device
+    launch = replace(launch, config=resolve_compiler(launch.config, device))
+    if is_alone(config):
         report_dry_run(launch, build_reader(launch, stack))
         return None
     callbacks = [*callbacks, *make_answer_metrics(launch, stack)]
-    launch = replace(launch, config=resolve_compiler(launch.config, launch.state, launch.fabric.device))
     launch = replace(launch, data=with_reference(launch))
     state, display = launch.state, launch.display
     reader = build_reader(launch, stack)

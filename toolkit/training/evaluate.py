@@ -20,6 +20,7 @@ from toolkit.data import Classification, DataModule, Mixture, Preference, Python
 from toolkit.data.base import choose_seq_length, is_ragged, row_count
 from toolkit.data.batch import Batch, choose_padding
 from toolkit.data.chat.template import tokenizer_template
+from toolkit.data.mixture import data_modules
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed.device import choose_attention_kernels
 from toolkit.distributed.fabric import single_device_fabric
@@ -34,9 +35,9 @@ from toolkit.io.safe_parse import read_yaml
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
 from toolkit.objectives import HEADS, NextToken, Objective
+from toolkit.planning.data import row_options
 from toolkit.planning.evaluate_options import EvaluateOptions, RunData
-from toolkit.training.data import row_options
-from toolkit.training.hyperparameters import data_modules, keep_old_ends
+from toolkit.training.hyperparameters import keep_old_ends
 from toolkit.training.validate import batches_by_source, validate
 
 

@@ -6,7 +6,7 @@ from typing import Any, cast
 from toolkit.config import AUTO, OPTIMIZER_SHORTHANDS, RunOptions
 from toolkit.config.classes import class_path
 from toolkit.data.base import DataModule
-from toolkit.data.mixture import Mixture
+from toolkit.data.mixture import data_modules
 from toolkit.data.tokens.rows import PythonData
 from toolkit.extension import registered, split_names
 from toolkit.models.families import extension_of
@@ -58,11 +58,6 @@ def objective_entry(objective: Objective) -> dict[str, Any]:
         return {}
     options = {f.name: getattr(objective, f.name) for f in fields(cast("Any", objective)) if f.init}
     return {"class_path": class_path(type(objective), Objective), "init_args": options}
-
-
-def data_modules(data: DataModule) -> list[DataModule]:
-    """Return the data module and, for a mixture, its source modules."""
-    return [data, *(data.modules.values() if isinstance(data, Mixture) else ())]
 
 
 def keep_old_ends(data: DataModule) -> None:

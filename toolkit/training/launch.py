@@ -1,6 +1,5 @@
 """Launch the processes of a run and prepare its data: what is known before a model is built."""
 
-import os
 import sys
 import time
 from contextlib import ExitStack, redirect_stdout
@@ -14,21 +13,29 @@ from toolkit.checkpoints.lock import require_unlocked
 from toolkit.checkpoints.remote.run import RemoteRun
 from toolkit.checkpoints.run.resume import resolve_resume
 from toolkit.checkpoints.store import FINAL, newest
-from toolkit.config import AUTO, RunOptions
 from toolkit.data.base import PreparedData
-from toolkit.distributed.device import count_devices, deterministic_algorithms, fp32_reductions, pick_accelerator
+from toolkit.distributed.device import (
+    count_cores,
+    count_devices,
+    deterministic_algorithms,
+    fp32_reductions,
+    pick_accelerator,
+)
 from toolkit.distributed.fabric import build_fabric
 from toolkit.distributed.launch import Timeouts, launch_processes
 from toolkit.distributed.launchers import is_launched
 from toolkit.distributed.world import WorldInfo, detect_world
+from toolkit.errors import count_of, notice
 from toolkit.io.paths import is_url
 from toolkit.models.block import Block
-from toolkit.planning.resolve import ResolvedConfig
+from toolkit.planning.data import complete, prepare_data
+from toolkit.planning.plan import device_spec_of
+from toolkit.planning.resolve import DeviceSpec, ResolvedConfig
 from toolkit.planning.run_args import RunArgs
 from toolkit.training.best_metric import BestMetric
-from toolkit.training.data import prepare_data, uses_old_ends, with_length
+from toolkit.training.checkpoint_meta import uses_old_ends
 from toolkit.training.hyperparameters import keep_old_ends
-from toolkit.training.start_state import StartState, keep_fused_qkv, prepare_start_state
+from toolkit.training.start_state import StartState, keep_fused_qkv, prepare_start_state, read_progress
 from toolkit.training.verify import fetch_on_other_nodes, find_intact
 from toolkit.ui.console import make_progress
 
@@ -97,12 +104,15 @@ def launch_run(config: ResolvedConfig, world: WorldInfo, stack: ExitStack, is_sh
         stack.enter_context(redirect_stdout(sys.stderr))  # of everything that is not JSON
     remote = RemoteRun(args.out_dir, out_dir) if is_url(args.out_dir) else None
     strategy, precision = config.strategy, config.precision
-    if is_alone(args):
+    accelerator = "cpu" if is_alone(config) else pick_accelerator(args.accelerator)
+    if is_alone(config):
         strategy, precision = replace(strategy, kind="single"), "32-true"
+    if config.device == "cpu" and world.starts_processes and world.devices > (cores := count_cores()):
+        notice(f"note: --devices {world.devices} starts {world.devices} processes on {count_of(cores, 'CPU core')}")
     fabric = build_fabric(
         strategy,
         world,
-        accelerator=pick_accelerator(args.accelerator),
+        accelerator=accelerator,
         precision=precision,
         fsdp=config.fsdp,
         ddp=args.ddp,
@@ -131,19 +141,31 @@ def launch_run(config: ResolvedConfig, world: WorldInfo, stack: ExitStack, is_sh
     group.init_process_group()
     fetch_on_other_nodes(remote, args.resume, resume_from, world)
     resume_from, damaged = find_intact(args, resume_from, world.local_rank == 0, display)
-    config = keep_fused_qkv(with_length(config, data, display.message), resume_from)
-    state = prepare_start_state(config, data, resume_from, damaged)
+    progress = read_progress(resume_from)
+    config = keep_fused_qkv(complete(config, data, progress), resume_from)
+    if config.length:
+        display.message(f"Length: {config.length}; the lines of steps show the time left")
+    state = prepare_start_state(config, data, progress, resume_from, damaged)
     return Launch(config, world, launched_at, remote, display, fabric, data, state, is_short)
 
 
-def is_alone(args: RunOptions) -> bool:
-    """Whether this process reads the first rank's rows alone: a dry run of several nodes without a launcher."""
-    return args.dry_run and args.num_nodes not in (AUTO, 1) and "NODE_RANK" not in os.environ and not is_launched()
+def is_alone(config: ResolvedConfig) -> bool:
+    """Whether one process stands for all: a dry run of several devices, which need not be on this machine."""
+    return config.args.dry_run and config.devices.world_size > 1
 
 
-def detect_devices(args: RunOptions) -> tuple[str, WorldInfo]:
-    """Return the run's device type ("cpu", "cuda" or "mps") and its processes."""
+def detect_devices(args: RunArgs) -> tuple[DeviceSpec, WorldInfo]:
+    """Return the run's devices and the processes to start.
+
+    A dry run starts none and waits for none. Without a launcher, several devices are those that ``toolkit plan``
+    assumes; with one, the process keeps its rank, as only the first prints.
+    """
+    alone = WorldInfo(1, 1, 0, 0, "toolkit", starts_processes=False)
+    if args.dry_run and not is_launched() and (assumed := device_spec_of(args)).world_size > 1:
+        return assumed, alone
     device = pick_accelerator(args.accelerator)
-    if is_alone(args):
-        return device, WorldInfo(1, 1, 0, 0, "toolkit", starts_processes=False)
-    return device, detect_world(args.devices, args.num_nodes, count_devices(device))
+    world = detect_world(args.devices, args.num_nodes, count_devices(device))
+    devices = DeviceSpec.of_this_machine(device, world.devices, world.num_nodes)
+    if args.dry_run and world.world_size > 1:
+        return devices, replace(alone, node_rank=world.global_rank)
+    return devices, world

@@ -8,16 +8,15 @@ from typing import Any
 from toolkit.checkpoints.adapters import AdapterInfo
 from toolkit.checkpoints.fingerprint import base_fingerprint
 from toolkit.config import AUTO, EvalArgs, TrainArgs
-from toolkit.data.base import PreparedData, epoch_rows, is_ragged, mean_length, row_lengths
+from toolkit.data.base import PreparedData, is_ragged, mean_length, row_lengths
 from toolkit.errors import UserError
 from toolkit.measure.flops import flops_per_token
-from toolkit.optim.schedule import Schedule, build_schedule
+from toolkit.optim.schedule import Schedule
 from toolkit.planning.frozen import frozen_flag, require_same_vocabulary
-from toolkit.planning.limits import Limits, Progress, build_limits, require_within_limits
+from toolkit.planning.limits import Limits, Progress, require_within_limits
 from toolkit.planning.options import require_profiled_steps
 from toolkit.planning.resolve import ResolvedConfig
 from toolkit.training.checkpoint_meta import RunFingerprint, objective_fingerprint, read_callback_states, read_meta
-from toolkit.training.data import with_vocabulary
 from toolkit.training.model import ModelSpec, specify_frozen
 from toolkit.training.rank_consistency import require_disjoint_samples, require_same_options, require_same_weights
 
@@ -56,12 +55,12 @@ class StartState:
 
 
 def prepare_start_state(
-    resolved: ResolvedConfig, data: PreparedData, resume_from: Path | None, damaged: list[Path]
+    resolved: ResolvedConfig, data: PreparedData, progress: Progress, resume_from: Path | None, damaged: list[Path]
 ) -> StartState:
     """Resolve start and end of the run, and check that all ranks have the same options, data and weights."""
     args, fp8 = resolved.args, resolved.args.train.fp8
     require_disjoint_samples(data.train)
-    config = with_vocabulary(resolved.model, data)
+    config = resolved.model
     if resolved.frozen is not None and data.tokenizer is None:  # otherwise the tokenizers have been compared
         require_same_vocabulary(frozen_flag(args.objective), resolved.frozen, config)
     model = ModelSpec(config, args.module, args.block_classes, args.lora, args.quantize)
@@ -84,19 +83,13 @@ def prepare_start_state(
     require_same_weights(args, base, resume_from)
     require_same_options(replace(args, fsdp=resolved.fsdp), fingerprint)
     require_validation_data(args.train, args.eval, data)
-    progress = Progress()
+    limits, schedule = resolved.limits, resolved.schedule
+    assert limits is not None and schedule is not None, "the data is prepared"
     if resume_from is not None:
-        meta = read_meta(resume_from)
-        fingerprint.check_matches(meta["identity"], resume_from)
-        progress = Progress(**{field.name: meta[field.name] for field in fields(Progress) if field.name in meta})
-    limits = build_limits(
-        args.train, progress, n_rows=epoch_rows(data.train), tokens_per_row=length, is_ragged=is_ragged(data.train)
-    )
-    if resume_from is not None:
+        fingerprint.check_matches(read_meta(resume_from)["identity"], resume_from)
         require_within_limits(args.train, progress, limits, longest or math.ceil(length), resume_from)
     elif args.profile:
         require_profiled_steps(args.profiler, limits.total_steps)
-    schedule = build_schedule(args.train, limits.total_steps, args.defaults)
     flops = None if config is None else flops_per_token(model.module, config, length)
     frozen = None if resolved.frozen is None else specify_frozen(resolved.frozen)
     if flops is not None and frozen is not None and frozen.config is not None:
@@ -106,6 +99,12 @@ def prepare_start_state(
         resume_from, progress, model, base, fingerprint, limits, schedule, length, longest, flops, damaged, frozen,
         callbacks,
     )  # fmt: skip
+
+
+def read_progress(folder: Path | None) -> Progress:
+    """Return the progress that a checkpoint stores; none without one."""
+    meta = {} if folder is None else read_meta(folder)
+    return Progress(**{field.name: meta[field.name] for field in fields(Progress) if field.name in meta})
 
 
 def keep_fused_qkv(config: ResolvedConfig, resume_from: Path | None) -> ResolvedConfig:

@@ -19,6 +19,7 @@ from toolkit.data.base import (
     require_one,
     require_val_fraction,
 )
+from toolkit.data.cache import require_preparation
 from toolkit.data.sft.readers import CSV_KINDS, JSON_KINDS, KINDS, PARQUET_KINDS, HubRows, Splits, find_splits
 from toolkit.data.sft.schemas import known_columns, require_columns
 from toolkit.data.tokenizer import Tokenizer
@@ -201,6 +202,7 @@ class Parquet(_Files):
 
 
 def load_hub_split(repo_id: str, subset: str | None, split: str, option: str) -> HubRows:
+    require_preparation()
     require_package("--data HuggingFace", "datasets", "3")
     import datasets
     from huggingface_hub import HfApi
@@ -317,8 +319,15 @@ class _NamedDataset(_Files):
     local_path: str | None = None
 
     repo_id: ClassVar[str]
+    n_rows: ClassVar[int]
     path_option = "local_path"
     kinds = KINDS
+
+    def estimate_rows(self, tokenizer: Tokenizer | None, max_seq_length: int) -> int | None:
+        """See :meth:`DataModule.estimate_rows`."""
+        if self.local_path is not None or self.packing != "none" or self.on_long in ("drop", "split"):
+            return None
+        return round((1 - held_out_fraction(self.val_split_fraction, None)) * self.n_rows)
 
     def find_rows(self) -> tuple[str, Splits]:
         if self.local_path is not None:
@@ -330,28 +339,28 @@ class _NamedDataset(_Files):
 class Alpaca(_NamedDataset):
     """Stanford's 52,002 instructions with answers from text-davinci-003 (tatsu-lab/alpaca; CC BY-NC 4.0)."""
 
-    repo_id = "tatsu-lab/alpaca"
+    repo_id, n_rows = "tatsu-lab/alpaca", 52_002
 
 
 class Alpaca2k(_NamedDataset):
     """2,000 rows of Alpaca for quick experiments (mhenrichsen/alpaca_2k_test)."""
 
-    repo_id = "mhenrichsen/alpaca_2k_test"
+    repo_id, n_rows = "mhenrichsen/alpaca_2k_test", 2_000
 
 
 class AlpacaGPT4(_NamedDataset):
     """Alpaca's instructions with answers from GPT-4 (vicgalle/alpaca-gpt4; CC BY-NC 4.0)."""
 
-    repo_id = "vicgalle/alpaca-gpt4"
+    repo_id, n_rows = "vicgalle/alpaca-gpt4", 52_002
 
 
 class Dolly(_NamedDataset):
     """15,011 instructions with human-written contexts and answers (databricks/databricks-dolly-15k; CC BY-SA 3.0)."""
 
-    repo_id = "databricks/databricks-dolly-15k"
+    repo_id, n_rows = "databricks/databricks-dolly-15k", 15_011
 
 
 class LIMA(_NamedDataset):
     """1,030 curated conversations (GAIR/lima; accept its license on the hub first)."""
 
-    repo_id = "GAIR/lima"
+    repo_id, n_rows = "GAIR/lima", 1_030

@@ -5,6 +5,7 @@ from typing import ClassVar, Literal
 
 from toolkit.config.checks import require_not_negative, require_positive
 from toolkit.data.base import AUTO, AddBos, DataModule, PreparedData, Report, require, require_one, trained_vocabulary
+from toolkit.data.cache import require_preparation
 from toolkit.data.tokenizer import Tokenizer
 
 
@@ -83,6 +84,7 @@ class HuggingFaceText(DataModule):
 
         Sets ``revision`` to the commit; it is recorded with the run's options.
         """
+        require_preparation()
         from toolkit.data.streamed.hub import list_split, list_url, open_repository
         from toolkit.data.streamed.open import TextSource, open_text
 

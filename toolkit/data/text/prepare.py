@@ -63,7 +63,7 @@ def prepare_text(
     if changes := describe_changes(texts):
         report(f"Data: {changes}")
     ends = choose_ends(options.add_bos, tokenizer, (d.tail.decode(errors="ignore") for d in texts), report)
-    vocab_size: Vocabulary = trained_vocabulary(options) or "characters"
+    vocab_size: Vocabulary = trained_vocabulary(options)
     share, held_out = options.text_fraction, held_out_fraction(options.val_fraction, val)
     inputs: Values = {
         "code": CODE_VERSION,

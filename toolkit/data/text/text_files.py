@@ -15,6 +15,7 @@ from toolkit.data.base import (
     Report,
     TextPaths,
     Vocabulary,
+    held_out_fraction,
     require,
     require_one,
     require_val_fraction,
@@ -30,11 +31,9 @@ _CONTENT = "content"  # file name of a download
 
 
 class FileText(DataModule):
-    """Text files, tokenized before the run. A subclass is a dataclass with these options.
+    """Text files, tokenized before the run. A subclass is a dataclass with these options."""
 
-    Without an option vocab_size, it trains a character-level tokenizer if it gets none.
-    """
-
+    vocab_size: Vocabulary | None = "characters"
     val_fraction: float | None
     add_bos: AddBos
     cache_dir: str | None
@@ -44,7 +43,7 @@ class FileText(DataModule):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_val_fraction(self, "val_fraction")
-        size: Any = trained_vocabulary(self) or "characters"
+        size: Any = trained_vocabulary(self)
         is_valid = size == "characters" or size > 256
         require(is_valid, "vocab_size", size, "must be at least 257, the 256 bytes and <|endoftext|>, or characters")
 
@@ -124,6 +123,13 @@ class PythonStdlib(FileText):
     def find_text(self, report: Report) -> TextPaths:
         """See :meth:`FileText.find_text`."""
         return TextPaths(python_stdlib.find_sources(), "--data PythonStdlib")
+
+    def estimate_rows(self, tokenizer: Tokenizer | None, max_seq_length: int) -> int | None:
+        """See :meth:`DataModule.estimate_rows`."""
+        if tokenizer is None and self.vocab_size is not None:
+            return None
+        trained = (1 - held_out_fraction(self.val_fraction, None)) * python_stdlib.estimate_tokens(tokenizer)
+        return int(trained) // (max_seq_length + 1)
 
 
 def _find_files(value: str, option: str) -> list[Path]:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from toolkit.config import AUTO
 from toolkit.config.checks import require_positive
 from toolkit.data.base import DataModule, PreparedData, Report, require
-from toolkit.data.cache import CHECKSUMS, DAMAGE_ERRORS, MANIFEST, verify
+from toolkit.data.cache import CHECKSUMS, DAMAGE_ERRORS, MANIFEST, require_preparation, verify
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
+from toolkit.io.paths import is_url
 from toolkit.io.safe_parse import read_json
 
 if TYPE_CHECKING:
@@ -58,11 +59,14 @@ class LitData(DataModule):
     def prepare(self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Report = print) -> PreparedData:
         from toolkit.data.streamed.open_chunks import find_folders, open_chunks, read_tokenizer
 
+        if is_url(self.data_path):
+            require_preparation()
         where, block_size = f"--data.data_path {self.data_path}", max_seq_length + 1
         folders = find_folders(self.data_path)
         if tokenizer is None and self.add_bos == AUTO:
             tokenizer = read_tokenizer(folders[0], where, report)
         if "://" in folders[0] or any(map(self._is_compressed, folders)):
+            require_preparation()
             opened = open_chunks(self, folders, block_size, report)
         else:
             for name in ("max_cache_gb", "cache_dir"):

@@ -9,6 +9,7 @@ from toolkit.distributed.device import precision_hint
 from toolkit.errors import StoppedByFileError, one_line
 from toolkit.escape import shell_word
 from toolkit.models.families import export_error
+from toolkit.planning.data import describe_stand_in
 from toolkit.reporting.page import REPORT
 from toolkit.training.best_metric import VAL
 from toolkit.training.evaluate import option_to_trust
@@ -46,6 +47,8 @@ class Console(Callback):
         display.message(
             f"finished after {progress.step:,} steps and {progress.tokens:,} tokens; model in {trainer.place}/{FINAL}"
         )
+        if (note := describe_stand_in(trainer.config, trainer.data)) is not None:
+            display.message(note)
         if (trainer.out_dir / REPORT).exists():
             display.message(f"report: {trainer.place}/{REPORT}")
         for command in next_commands(trainer):

@@ -1,0 +1,235 @@
+"""Prepare the data of a run, with its tokenizer and vocabulary size, or find what is known of it before."""
+
+import math
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from toolkit.checkpoints.folder import read_model_config
+from toolkit.config import TrainArgs
+from toolkit.data.base import (
+    LabelSet,
+    PreparedData,
+    Report,
+    TokenDataset,
+    epoch_rows,
+    is_ragged,
+    mean_length,
+    row_count,
+    rows_of,
+)
+from toolkit.data.cache import NotPreparedError, read_only
+from toolkit.data.interleave import ConcatenatedRows
+from toolkit.data.mixture import Mixture, data_modules
+from toolkit.data.streamed.hugging_face_text import HuggingFaceText
+from toolkit.data.text.text_files import PythonStdlib
+from toolkit.data.tokenizer import Tokenizer
+from toolkit.data.tokens.rows import PythonData, check_rows
+from toolkit.data.tokens.store import BlockDataset
+from toolkit.data.tokens.synthetic import SyntheticRows
+from toolkit.errors import UserError
+from toolkit.models.config import ModelConfig
+from toolkit.objectives import Objective
+from toolkit.optim.schedule import build_schedule
+from toolkit.planning.limits import Progress, build_limits
+from toolkit.planning.own_tokenizer import download_hint, own_repository
+from toolkit.planning.resolve import ResolvedConfig, has_limit, model_tokens, with_known_vocabulary, with_model_limit
+from toolkit.planning.run_args import RunArgs
+from toolkit.ui.formats import format_count
+
+MAX_STAND_IN_RATIO = 100
+"""Tokens that a model wants, relative to those of the default text, up to which that text is right for it. The default
+model wants 45 times as many, one of 124M parameters 1,075 times."""
+
+
+def prepare_data(args: RunArgs, seq_length: int | None, report: Report) -> PreparedData:
+    """Prepare the data with the tokenizer of --tokenizer_dir, else of the initial checkpoint, else of the data."""
+    tokenizer, is_tokens = None, isinstance(args.data, PythonData)
+    if args.tokenizer_dir is not None:
+        tokenizer = Tokenizer.load(args.tokenizer_dir)
+    elif args.base_dir is not None and not (is_tokens and not (args.base_dir / "tokenizer.json").is_file()):
+        tokenizer = Tokenizer.load(args.base_dir, "checkpoint_dir")
+    if (repository := own_repository(args)) is not None:
+        report(f"note: training a new tokenizer on the data; {download_hint(repository)}")
+    elif args.tokenizer_dir != getattr(args.requested, "tokenizer_dir", args.tokenizer_dir):
+        report(f"Tokenizer: {args.tokenizer_dir}")
+    model = None if args.objective.head is None or args.base_dir is None else read_model_config(args.base_dir)
+    of_rows = row_options(args.objective, model)
+    data = args.data.prepare(tokenizer=tokenizer, max_seq_length=seq_length or 0, report=report, **of_rows)
+    if not type(args.data).__module__.startswith("toolkit."):
+        check_rows(f"--data {type(args.data).__name__}", data, seq_length)
+    count, batch_size = row_count(data.train), args.train.global_batch_size
+    if count is not None and count < batch_size:
+        rows = "samples" if seq_length is None else f"rows of at most {seq_length} tokens"
+        raise UserError(
+            f"--train.global_batch_size {batch_size}: the training data has only {count} {rows}; add data, or lower it "
+            "or --train.max_seq_length"
+        )
+    return data
+
+
+@dataclass(frozen=True)
+class UnpreparedRows:
+    """What is known of the training rows before the data is prepared, with attributes of TokenDataset.
+
+    Args:
+        epoch_rows: Estimated training rows of an epoch; None if unknown.
+        mean_length: Input tokens per row; the maximum if ``is_ragged``.
+        is_ragged: Whether row lengths vary.
+        is_streamed: Whether a run, too, does not know the number of rows.
+    """
+
+    epoch_rows: int | None
+    mean_length: float
+    is_ragged: bool
+    is_streamed: bool
+
+    def define_length(self, train: TrainArgs) -> bool:
+        """Whether the steps of a run with these limits are known or can be estimated."""
+        counts_rows = train.epochs is not None or not has_limit(train)
+        knows_tokens = train.max_tokens is None or not self.is_ragged
+        return knows_tokens and (not counts_rows or self.is_streamed or self.epoch_rows is not None)
+
+
+Rows = PreparedData | UnpreparedRows
+
+
+def find_data(args: RunArgs, seq_length: int | None) -> Rows:
+    """Return the data if it is prepared, otherwise what is known of it. Prepares and downloads nothing.
+
+    Raises:
+        UserError: The run would refuse the data.
+    """
+    if type(args.data).__module__.startswith("toolkit."):  # others may not respect it
+        with suppress(NotPreparedError), read_only():
+            return prepare_data(args, seq_length, lambda line: None)
+    return unprepared_rows(args, seq_length)
+
+
+def unprepared_rows(args: RunArgs, seq_length: int | None) -> UnpreparedRows:
+    modules = data_modules(args.data)
+    tokenizer = None if args.tokenizer_dir is None else Tokenizer.load(args.tokenizer_dir)
+    return UnpreparedRows(
+        args.data.estimate_rows(tokenizer, seq_length or 0),
+        seq_length or math.nan,
+        is_ragged=any(hasattr(module, "packing") and not isinstance(module, Mixture) for module in modules),
+        is_streamed=any(isinstance(module, HuggingFaceText) for module in modules),
+    )
+
+
+def describe_rows(args: RunArgs, rows: Rows) -> str:
+    """Describe the training data and its size, as far as it is known."""
+    name, train = type(args.data).__name__, rows.train if isinstance(rows, PreparedData) else rows
+    is_prepared, count = train is not rows, epoch_rows(train)
+    later = "" if is_prepared else "; not prepared yet"
+    if count is None:
+        return f"{name}, streamed" if is_prepared or rows.is_streamed else f"{name}{later}"
+    tokens = f", {format_count(count * mean_length(train))} tokens" if is_prepared or not rows.is_ragged else ""
+    return f"{name}: {'' if is_prepared else 'about '}{count:,} training rows{tokens}{later}"
+
+
+def describe_stand_in(config: ResolvedConfig, rows: Rows) -> str | None:
+    """Describe what a model from scratch would need if the default text is far too short for it; otherwise None.
+
+    A model wants 20 tokens per parameter, see :func:`toolkit.planning.resolve.with_model_limit`.
+    """
+    args, model, train = config.args, config.model, rows.train if isinstance(rows, PreparedData) else rows
+    count = epoch_rows(train)
+    if not isinstance(args.data, PythonStdlib) or args.model_name is None or model is None or count is None:
+        return None
+    tokens, wanted = count * mean_length(train), model_tokens(model)
+    if wanted <= MAX_STAND_IN_RATIO * tokens:
+        return None
+    subset = next((f" --data.subset sample-{size}BT" for size in (10, 100, 350) if wanted <= size * 1e9), "")
+    return (
+        f"note: this data is a stand-in, {format_count(tokens)} tokens of Python's standard library; {model.name} "
+        f"wants {format_count(wanted)}, 20 per parameter: `toolkit {args.command} {args.model_name} "
+        f"--data HuggingFaceText --data.repo_id HuggingFaceFW/fineweb-edu{subset}` streams them"
+    )
+
+
+def row_options(objective: Objective, model: ModelConfig | None) -> dict[str, Any]:
+    """Return the options of ``DataModule.prepare`` that tell what a row is, and the labels of a model with a head."""
+    if objective.row_kind == "answers":
+        return {}  # only instruction data has these options, see the table of options
+    options: dict[str, Any] = {"kind": objective.row_kind}
+    if model is not None and model.labels is not None and model.problem_type is not None:
+        options["labels"] = LabelSet(model.labels, model.problem_type)
+    return options
+
+
+def complete(config: ResolvedConfig, data: Rows, done: Progress | None = None) -> ResolvedConfig:
+    """Complete a configuration with what depends on the data: vocabulary, limits and LR schedule.
+
+    ``done`` is the progress of the checkpoint to resume. Limits and schedule stay None if the length is unknown.
+
+    Raises:
+        UserError: The model, the limits or the schedule do not fit the data.
+    """
+    if isinstance(data, PreparedData):
+        rows, splits = data.train, (data.train, data.val)
+        model = with_vocabulary(config.model, data)
+    else:
+        rows, splits = data, (data,)
+        model = None if config.model is None else with_known_vocabulary(config.model, config.args)
+    config = replace(config, model=model, is_ragged=any(map(is_ragged, splits)))
+    if isinstance(data, UnpreparedRows) and not data.define_length(config.args.train):
+        return config
+    args, length, count = config.args, "", epoch_rows(rows)
+    if not has_limit(args.train):
+        assert model is not None, "named"
+        args, length = with_model_limit(args, model, mean_length(rows) * (count or math.inf))
+    limits = build_limits(
+        args.train, done or Progress(), n_rows=count, tokens_per_row=mean_length(rows), is_ragged=is_ragged(rows)
+    )
+    schedule = build_schedule(args.train, limits.total_steps, args.defaults)
+    return replace(config, args=args, limits=limits, schedule=schedule, length=length)
+
+
+def with_vocabulary(config: ModelConfig | None, data: PreparedData) -> ModelConfig | None:
+    """Set the vocabulary size, if the config has none, from the tokenizer or the pre-tokenized data; and the labels.
+
+    A tokenizer may have tokens without an embedding (Gemma 3 has one for images) if the data does not use them. Only
+    then is all data read to check.
+    """
+    if config is None:
+        return None
+    if data.labels is not None:
+        config = replace(config, labels=data.labels.names, problem_type=data.labels.problem_type)
+    sizes = (None if data.tokenizer is None else data.tokenizer.vocab_size, data.vocab_size)
+    vocab_sizes = [size for size in sizes if size is not None]
+    config = config.with_vocab_size(max(vocab_sizes, default=None))
+    embedded = config.padded_vocab_size
+    if not vocab_sizes or max(vocab_sizes) <= embedded:
+        return config
+    if data.vocab_size is not None:  # known for pre-tokenized data
+        largest = data.vocab_size - 1
+    elif row_count(data.train) is None:  # the data is not read completely before the run
+        largest = max(vocab_sizes) - 1
+    else:
+        largest = max(_largest_token(rows) for rows in (data.train, data.val) if rows is not None)
+    if largest >= embedded:
+        source = f"--tokenizer_dir: has {max(vocab_sizes)} tokens and the data"
+        source, fix = "--data:" if data.tokenizer is None else source, "use the model's own tokenizer"
+        if isinstance(data.train, SyntheticRows):
+            source, fix = f"--data.vocab_size {data.vocab_size}: the data", f"use at most {embedded}"
+        raise UserError(
+            f"{source} has token ids up to {largest}, but the model embeds only 0 to {embedded - 1}; {fix}, or "
+            f"pretrain a model with --model_config.vocab_size {max(vocab_sizes)}"
+        )
+    return config
+
+
+def _largest_token(rows: TokenDataset) -> int:
+    if isinstance(rows, ConcatenatedRows):
+        return max(map(_largest_token, rows.datasets))
+    if isinstance(rows, BlockDataset):
+        return rows.store.array.survey()[1]
+    return max(
+        int(torch.as_tensor(row[name]).max())
+        for i in range(len(rows))
+        for row in rows_of(rows[i])
+        for name in ("input_ids", "labels")
+    )
