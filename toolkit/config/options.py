@@ -361,7 +361,7 @@ class RunOptions:
             --resume auto. A wrong option, a guard or a signal ends it.
         seed: Random seed of initial weights or adapters, and of the data order.
         dry_run: Do everything up to the first step, print sample rows, the plan and the files that the run would write,
-            and exit. Writes nothing to out_dir.
+            and exit. Writes nothing to out_dir. For several devices, one process reads rows, without the model.
     """
 
     is_flat: ClassVar[bool] = True  # the fields are options without a prefix

@@ -20,7 +20,11 @@ def resolve_compiler(config: ResolvedConfig, device: torch.device | None) -> Res
     if config.args.compiler != AUTO:
         return config
     name, reason = ranks.broadcast_from_rank0(choose_compiler(config))  # nodes may have different GPUs
-    if name != "none" and device is not None and (errors := [e for e in ranks.all_gather_object(compile_error(device)) if e]):
+    if (
+        name != "none"
+        and device is not None
+        and (errors := [e for e in ranks.all_gather_object(compile_error(device)) if e])
+    ):
         name, reason = "none", f"auto: torch.compile fails: {errors[0]}"
     return replace(config, args=replace(config.args, compiler=name), reasons={**config.reasons, "compiler": reason})
 
