@@ -102,7 +102,10 @@ def test_times_are_shown_in_readable_units():
     }
     shown = format_plan(summary)
     assert "(prediction; not measured on a GPU; does not fit in memory)\n" in shown
-    assert re.search(r"\n  step +30\.\d  s: [\d,]+ tokens/s, 2\.1\d* samples/s, MFU", shown) and "\n  products             30.0  matrix" in shown
+    assert (
+        re.search(r"\n  step +30\.\d  s: [\d,]+ tokens/s, 2\.1\d* samples/s, MFU", shown)
+        and "\n  products             30.0  matrix" in shown
+    )
     assert re.search(r"\n  run +100\.\d  min: 200 steps", shown)
     assert summary["speed"]["run_seconds"] == pytest.approx(200 * slow.seconds, abs=0.1)
 

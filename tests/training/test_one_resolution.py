@@ -139,11 +139,11 @@ def test_plan_dry_run_and_run_are_one(folder, capsys):
         (f"pretrain pythia-14m {SHORT} --devices 4 --num_nodes 1 --fsdp.accumulate unsharded --compiler auto", 77),
         (f"{small} {TEXT} --train.epochs 2 --devices 2", 49),
         (f"{small} {TEXT} --train.max_tokens 1e5", 25),
-        (f"{small} {TEXT} --train.max_steps 10 --train.lr_warmup_steps 20", None, "must be less than the 10 steps"),
+        (f"{small} {TEXT} --train.max_steps 10 --train.lr_warmup_steps 20", None, "must be at most the 10 steps"),
         (f"{small} {TEXT} --train.global_batch_size 10000", None, "the training data has only"),
         (f"{small} --data LitData --data.data_path data/tokens --train.epochs 1", 241),
         (f"pretrain gpt-mini {SHORT} --data CharText --data.path data/text/0.txt --train.epochs 1", 14),
-        (f"{small} {TEXT} --data.vocab_size characters --train.max_time 5 --train.lr_schedule constant", None),
+        (f"{small} {TEXT} --data.vocab_size characters --train.max_time 5", None),
         (f"finetune_full base {ROWS}", 21),
         (f"finetune_lora base {ROWS} --train.max_tokens 1000", 2),
     ])  # fmt: skip

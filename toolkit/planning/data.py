@@ -1,9 +1,11 @@
 """Prepare the data of a run, with its tokenizer and vocabulary size, or find what is known of it before."""
 
+from __future__ import annotations
+
 import math
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -85,6 +87,11 @@ class UnpreparedRows:
     mean_length: float
     is_ragged: bool
     is_streamed: bool
+    val: ClassVar = None
+
+    @property
+    def train(self) -> Any:
+        return self
 
     def define_length(self, train: TrainArgs) -> bool:
         """Whether the steps of a run with these limits are known or can be estimated."""
@@ -109,8 +116,10 @@ def find_data(args: RunArgs, seq_length: int | None) -> Rows:
 
 
 def unprepared_rows(args: RunArgs, seq_length: int | None) -> UnpreparedRows:
-    modules = data_modules(args.data)
-    tokenizer = None if args.tokenizer_dir is None else Tokenizer.load(args.tokenizer_dir)
+    modules, tokenizer = data_modules(args.data), None
+    if args.tokenizer_dir is not None:
+        with suppress(UserError):  # the run would raise this
+            tokenizer = Tokenizer.load(args.tokenizer_dir)
     return UnpreparedRows(
         args.data.estimate_rows(tokenizer, seq_length or 0),
         seq_length or math.nan,
@@ -121,13 +130,13 @@ def unprepared_rows(args: RunArgs, seq_length: int | None) -> UnpreparedRows:
 
 def describe_rows(args: RunArgs, rows: Rows) -> str:
     """Describe the training data and its size, as far as it is known."""
-    name, train = type(args.data).__name__, rows.train if isinstance(rows, PreparedData) else rows
-    is_prepared, count = train is not rows, epoch_rows(train)
-    later = "" if is_prepared else "; not prepared yet"
+    name, count = type(args.data).__name__, epoch_rows(rows.train)
+    tokens = "" if count is None else f", {format_count(count * mean_length(rows.train))} tokens"
+    if isinstance(rows, PreparedData):
+        return f"{name}, streamed" if count is None else f"{name}: {count:,} training rows{tokens}"
     if count is None:
-        return f"{name}, streamed" if is_prepared or rows.is_streamed else f"{name}{later}"
-    tokens = f", {format_count(count * mean_length(train))} tokens" if is_prepared or not rows.is_ragged else ""
-    return f"{name}: {'' if is_prepared else 'about '}{count:,} training rows{tokens}{later}"
+        return f"{name}, streamed" if rows.is_streamed else f"{name}; not prepared yet"
+    return f"{name}: about {count:,} training rows{'' if rows.is_ragged else tokens}; not prepared yet"
 
 
 def describe_stand_in(config: ResolvedConfig, rows: Rows) -> str | None:
@@ -135,11 +144,10 @@ def describe_stand_in(config: ResolvedConfig, rows: Rows) -> str | None:
 
     A model wants 20 tokens per parameter, see :func:`toolkit.planning.resolve.with_model_limit`.
     """
-    args, model, train = config.args, config.model, rows.train if isinstance(rows, PreparedData) else rows
-    count = epoch_rows(train)
+    args, model, count = config.args, config.model, epoch_rows(rows.train)
     if not isinstance(args.data, PythonStdlib) or args.model_name is None or model is None or count is None:
         return None
-    tokens, wanted = count * mean_length(train), model_tokens(model)
+    tokens, wanted = count * mean_length(rows.train), model_tokens(model)
     if wanted <= MAX_STAND_IN_RATIO * tokens:
         return None
     subset = next((f" --data.subset sample-{size}BT" for size in (10, 100, 350) if wanted <= size * 1e9), "")
@@ -168,16 +176,15 @@ def complete(config: ResolvedConfig, data: Rows, done: Progress | None = None) -
     Raises:
         UserError: The model, the limits or the schedule do not fit the data.
     """
+    args, rows, model = config.args, data.train, config.model
     if isinstance(data, PreparedData):
-        rows, splits = data.train, (data.train, data.val)
-        model = with_vocabulary(config.model, data)
-    else:
-        rows, splits = data, (data,)
-        model = None if config.model is None else with_known_vocabulary(config.model, config.args)
-    config = replace(config, model=model, is_ragged=any(map(is_ragged, splits)))
-    if isinstance(data, UnpreparedRows) and not data.define_length(config.args.train):
+        model = with_vocabulary(model, data)
+    elif model is not None:
+        model = with_known_vocabulary(model, args)
+    config = replace(config, model=model, is_ragged=is_ragged(rows) or is_ragged(data.val))
+    if isinstance(data, UnpreparedRows) and not data.define_length(args.train):
         return config
-    args, length, count = config.args, "", epoch_rows(rows)
+    length, count = "", epoch_rows(rows)
     if not has_limit(args.train):
         assert model is not None, "named"
         args, length = with_model_limit(args, model, mean_length(rows) * (count or math.inf))
