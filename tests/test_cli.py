@@ -435,6 +435,15 @@ def test_import_of_torch_is_said_on_a_terminal(tmp_path):
     os.close(child), os.close(parent)
 
 
+def test_output_on_a_terminal_cannot_control_it():
+    code = "import sys, toolkit; toolkit.__version__ = 'a\\x1b[2J\\rb'; sys.argv[1:] = ['--version']; "
+    code += "from toolkit.cli import main; main()"
+    parent, child = pty.openpty()
+    assert subprocess.run([sys.executable, "-c", code], stdout=child).returncode == 0
+    assert os.read(parent, 1000) == rb"toolkit a\x1b[2J\rb" + b"\r\n"
+    os.close(child), os.close(parent)
+
+
 @pytest.mark.parametrize(
     "stray",
     [{"RANK": "5"}, {"SLURM_PROCID": "5"}, {"RANK": "5", "WORLD_SIZE": "8"}, {"RANK": "1", "SLURM_PROCID": "1"}],

@@ -13,6 +13,7 @@ import json
 import re
 import subprocess
 from html.parser import HTMLParser
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,6 +30,7 @@ from toolkit.commands import COMMANDS, LAUNCH
 from toolkit.config.checks import print_once
 from toolkit.config.command import CommandOptions
 from toolkit.config.types import union_members
+from toolkit.config.values import OptionValue
 from toolkit.errors import notice
 from toolkit.escape import csv_writer, one_line, printable
 from toolkit.io.streams import EscapedOutput
@@ -38,7 +40,7 @@ from toolkit.models.families import get_config
 from toolkit.reporting.markdown import render_markdown
 from toolkit.reporting.page import render_page
 from toolkit.reporting.run import read_runs
-from toolkit.ui.console import PlainProgress
+from toolkit.ui.console import JSONProgress, PlainProgress
 from toolkit.ui.events import write_event
 from toolkit.ui.live import LiveProgress
 from toolkit.ui.loggers import COLUMNS
@@ -49,13 +51,17 @@ HOSTILE = (  # without /, so that it is not a path with folders
     "a'\"`touch PWNED`$(touch PWNED)$$(HOME)$$5{x}{{y}}{0}|b|<b>&amp;# **c** [d](e)\\\n"
     "touch PWNED #\r\x1b]0;own\x07\x1b[2J\u2028\x9b---\n```\n"
 )
-RUN = ["pretrain", "pico-llama", "--devices", "1", "--accelerator", "cpu"]
+RUNS = {  # models that are elsewhere: not planned
+    "pretrain": ["pretrain", "pico-llama", "--initial_checkpoint_dir", "s3://bucket/model"],
+    "finetune_lora": ["finetune_lora", "/shared/model", "--data", "JSON", "--data.json_path", "/shared/rows.json"],
+}
 
 
-def text_options(command: str) -> list[str]:
+def text_options(command: str, data: str = "PythonStdlib") -> list[str]:
     """Return the options that take text, by their types."""
-    options = CommandOptions(importlib.import_module(COMMANDS[command][0]).setup).options()
-    return [name for name, option in options.items() if str in union_members(option.kind)]
+    options = CommandOptions(importlib.import_module(COMMANDS[command][0]).setup)
+    options.update({"data": OptionValue("", data)} if command != LAUNCH else {})
+    return [name for name, option in options.options().items() if str in union_members(option.kind)]
 
 
 def replace_values(value: Any, text: str) -> Any:
@@ -174,41 +180,41 @@ def test_rogue_format_is_named(tmp_path):
         assert wrong_formats(tmp_path) == [*rogue]
 
 
-def launch(format: str, capsys, *options: str) -> tuple[str | None, str]:
-    """Return the file and the message of `toolkit launch`."""
+def launch(format: str, command: str, option: str, is_own: bool, capsys) -> tuple[str | None, str]:
+    """Return the file and the message of `toolkit launch` with an option of its own or of the command."""
     fixed = [word for word in OPTIONS[format] if word not in ("--gpu", "H100")]
-    end = ["--out_dir", OUT[format], "--initial_checkpoint_dir", "s3://bucket/model"]  # elsewhere: not planned
-    at = options.index("--") if "--" in options else len(options)
-    code = main([LAUNCH, format, *fixed, *options[:at], "--", *RUN, *end, *options[at + 1 :]])
+    run = [*RUNS[command], "--devices", "1", "--accelerator", "cpu", "--out_dir", OUT[format]]
+    code = main([LAUNCH, format, *fixed, *[option] * is_own, "--", *run, *[option] * (not is_own)])
     out, err = capsys.readouterr()
     assert code in (0, 2) and (code == 0) == bool(out), err
     return out or None, err
 
 
 def test_no_option_of_launch_or_its_command_adds_lines_or_code(tmp_path, capsys):
-    """Each option that takes text, in every format: the text is a word of the command, or refused in one line."""
+    """Each option that takes text: the text is a word of the command, or refused in one line."""
     (tmp_path / "run").mkdir()
-    own = [["--" + name] for name in text_options(LAUNCH) if name != "out"]
-    of_command = [["--", "--" + name] for name in text_options("pretrain")]
-    assert len(own) > 6 and len(of_command) > 20
+    own = [("pretrain", name, True) for name in text_options(LAUNCH) if name != "out"]
+    pretrain = [("pretrain", name, False) for name in text_options("pretrain")]
+    finetune = [("finetune_lora", name, False) for name in text_options("finetune_lora", "JSON")]
+    assert len(own) > 6 and len(pretrain) > 20 and ("finetune_lora", "data.prompt_style", False) in finetune
     n_written = 0
 
-    def check(format: str, words: list[str]) -> None:
+    def check(format: str, command: str, name: str, is_own: bool) -> None:
         nonlocal n_written
-        *before, flag = words
-        text, message = launch(format, capsys, *before, f"{flag}={HOSTILE}")
+        text, message = launch(format, command, f"--{name}={HOSTILE}", is_own, capsys)
         assert all(line.isprintable() for line in message.splitlines())
         if text is None:
             *notes, error = message.splitlines()
             assert error.startswith("toolkit launch: ") and all("given 2 times" in note for note in notes), message
             return
         n_written += 1
-        harmless, _ = launch(format, capsys, *before, f"{flag}={HARMLESS}")
+        harmless, _ = launch(format, command, f"--{name}={HARMLESS}", is_own, capsys)
         parsed = parse_file(format, text, tmp_path / "run")
         expected = parse_file(format, harmless, tmp_path / "run")
         assert replace_values(parsed, HOSTILE) == replace_values(expected, HARMLESS)
 
-    check_each(check, [(format, words) for format in FORMATS for words in own + of_command])
+    check_each(check, [(format, *case) for format in FORMATS for case in own + pretrain])
+    check_each(check, [(format, *case) for format, case in zip(cycle(FORMATS), finetune, strict=False)])
     assert n_written > 20  # --log.run and others are free text
 
 
@@ -383,7 +389,17 @@ def test_displays_print_no_control_characters_of_a_text():
     assert {"PlainProgress", "JSONProgress", "LiveProgress"} <= {display.__name__ for display in displays()}
     assert not wrong_displays()
     lines = draw(PlainProgress, HOSTILE).splitlines()
+    events = [json.loads(line) for line in draw(JSONProgress, HOSTILE).splitlines()]
+    assert {HOSTILE} == {event.get("phase", HOSTILE) for event in events} and events[-1]["path"] == HOSTILE
     assert len(lines) == len(draw(PlainProgress, HARMLESS).splitlines()) + HOSTILE.count("\n")  # of the message
+
+
+def test_live_display_draws_on_a_terminal_whose_text_is_escaped(monkeypatch):
+    monkeypatch.setattr("sys.stdout", EscapedOutput(file := io.StringIO()))
+    with LiveProgress() as display:
+        display.message(HOSTILE)
+        print("\x07")  # by another writer, meanwhile
+    assert "\x1b[2K" in file.getvalue() and not {"\x07", "\x9b", "\x1b]0"} & {*re.findall("\x1b]0|.", file.getvalue())}
 
 
 def test_rogue_display_is_named():

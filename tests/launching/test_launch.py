@@ -194,7 +194,7 @@ def test_mistakes_are_one_line(capsys, tmp_path, monkeypatch):
         "no GPU": (["skypilot", "--", *RUN, *SIZE, "--out_dir", "s3://bucket/run"], "--gpu: must be given"),
         "small GPU": (["slurm", *SHARED, "--gpu", "T4", "--", "pretrain", "Llama-2-7b-hf", *run[2:]], "has 16 GB"),
         "unknown GPU": (["slurm", *SHARED, "--gpu", "H1000", "--", *run], "--gpu H1000: unknown GPU"),
-        "resume": (["slurm", *SHARED, "--", *run, "--resume", "true"], "--resume True: not supported in a launch file"),
+        "resume": (["slurm", *SHARED, "--", *run, "--resume", "true"], "--resume true: not supported in a launch file"),
         "value": (["slurm", *SHARED, "--secrets", "HF_TOKEN=hf_x", "--", *run], "--secrets: must be names"),
         "folder": (["slurm", *SHARED, "--out", "/no/such/file", "--", *run], "--out /no/such/file: No such file"),
     }  # fmt: skip

@@ -7,14 +7,12 @@ from typing import Literal
 
 from toolkit.config import AUTO, RunOptions
 from toolkit.distributed.restarts import resuming
-from toolkit.errors import UserError
+from toolkit.errors import UserError, option_text
 from toolkit.io.paths import is_path_option, is_url
 from toolkit.launching import FORMATS
 from toolkit.launching.job import CommandLine, Job
 from toolkit.measure.gpus import find_gpu
 from toolkit.planning.training_options import TrainingOptions
-
-_CONTINUES = "not supported in a launch file, which continues by --resume auto; remove it"
 
 
 def setup(
@@ -77,9 +75,7 @@ def setup(
         raise UserError(f"--gpu {gpu}:{count}: use --gpu {gpu}, and --devices {count} after --")
     if has_gpus and gpu is None and format == "skypilot":
         raise UserError("--gpu: must be given with skypilot, such as --gpu H100")
-    if shared.resume is False and any(re.match("--resume(=|$)", word) for word in training.words):
-        raise UserError(f"--resume false: {_CONTINUES}")
-    _check_training(shared, has_gpus, format)
+    _check_training(shared, has_gpus, format, has_resume=any(re.match("--resume(=|$)", w) for w in training.words))
     _check_printable(training.options)
     _check_out_dir(training.options.out_dir, shared_dir, format)
     if format in ("kubeflow", "jobset", "skypilot", "docker"):  # the others start the command in this folder
@@ -110,13 +106,13 @@ def setup(
         raise UserError(f"--out {out}: {error.strerror}") from error
 
 
-def _check_training(shared: RunOptions, has_gpus: bool, format: str) -> None:
+def _check_training(shared: RunOptions, has_gpus: bool, format: str, has_resume: bool) -> None:
     """Check that the command has the size of the job, and that the file can continue it."""
     if has_gpus and shared.devices == AUTO:
         raise UserError("--devices auto: the file needs the GPUs per node; add --devices 8 to the training command")
-    if shared.resume not in (False, AUTO) or shared.dry_run:
-        flag = "dry_run true" if shared.dry_run else f"resume {shared.resume}"
-        raise UserError(f"--{flag}: {_CONTINUES}")
+    if shared.dry_run or (shared.resume != AUTO and (has_resume or shared.resume)):
+        flag = "dry_run true" if shared.dry_run else f"resume {option_text(shared.resume)}"
+        raise UserError(f"--{flag}: not supported in a launch file, which continues by --resume auto; remove it")
     if shared.max_restarts and format in ("kubeflow", "jobset", "ray"):
         raise UserError(f"--max_restarts {shared.max_restarts}: not supported with {format}, which restarts; remove it")
 
