@@ -227,7 +227,7 @@ def test_settings_file_of_a_stranger_is_no_part_of_the_file(tmp_path, capsys, mo
         with mock.patch("toolkit.cli.parser.read_config", lambda file: settings | {name: f"/x{HOSTILE}"}):
             assert main([LAUNCH, format, *OPTIONS[format], "--", "pretrain", "--config", str(path)]) == 2
         out, err = capsys.readouterr()
-        assert not out and err.count("\n") == 1 and f"--{name} '/x" in err and err[:-1].isprintable(), err
+        assert not out and err.count("\n") == 1 and f"{name} '/x" in err and err[:-1].isprintable(), err
 
     cases = [(format, "initial_checkpoint_dir") for format in FORMATS if format != "skypilot"]
     check_each(check, cases)

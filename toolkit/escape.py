@@ -36,15 +36,12 @@ def printable(text: str) -> str:
 
 
 def shell_word(text: str) -> str:
-    """Return a word for bash or zsh, in one line: control characters become escapes in ``$'...'``."""
-    return shlex.quote(text) if text.isprintable() else f"$'{''.join(map(_shell_escape, text))}'"
-
-
-def _shell_escape(c: str) -> str:
-    if c.isprintable():
-        return f"\\{c}" if c in "\\'" else c
-    is_byte = "\udc80" <= c <= "\udcff"  # of a file's name that is not UTF-8
-    return "".join(f"\\x{b:02x}" for b in c.encode(errors="surrogateescape" if is_byte else "backslashreplace"))
+    """Return a word for bash or zsh, in one line: a word with control characters is ``$'...'``."""
+    if text.isprintable():
+        return shlex.quote(text)
+    content = text.encode(errors="backslashreplace")
+    escaped = "".join(chr(b) if 32 <= b < 127 and b not in b"\\'" else f"\\x{b:02x}" for b in content)
+    return f"$'{escaped}'"
 
 
 def shell_line(words: Iterable[str]) -> str:

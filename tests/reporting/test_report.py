@@ -279,7 +279,7 @@ def test_command_of_a_strangers_run_runs_no_code(tmp_path, monkeypatch):
     assert not (tmp_path / "PWNED").exists()
 
 
-def test_every_text_of_a_strangers_run_can_be_encoded_and_printed(tmp_path, capsys):
+def test_every_text_of_a_strangers_run_can_be_encoded_and_printed(tmp_path, capsys, monkeypatch):
     """Lone surrogates, control sequences, and a folder's name that is not UTF-8."""
     folder = tmp_path / os.fsdecode(b"run-\xff\x1b[31m")
     text = "\ud800 \x1b[2J \x9b31m"
@@ -287,7 +287,8 @@ def test_every_text_of_a_strangers_run_can_be_encoded_and_printed(tmp_path, caps
     for kind in ("warning", "sample", "launch"):
         write_event(folder, kind, text=text, prompt=text, step=text, environment={text: text}, devices=text, model=text)
     write_event(folder, "launch", settings={text: text, "model_name": text}, error=text)
-    assert main(["report", str(folder)]) == 0 and main(["report", str(folder), "--format", "md"]) == 0
+    monkeypatch.chdir(folder)
+    assert main(["report", "."]) == 0 and main(["report", ".", "--format", "md"]) == 0
     page = (folder / "report.html").read_text().partition("<main>")[2].partition("<script")[0]
     shown = capsys.readouterr().out + page
     assert shown.count("\\ud800") > 10 and all(c.isprintable() or c == "\n" for c in shown)

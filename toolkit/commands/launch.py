@@ -8,7 +8,7 @@ from typing import Literal
 from toolkit.config import AUTO, RunOptions
 from toolkit.distributed.restarts import resuming
 from toolkit.errors import UserError, option_text
-from toolkit.io.paths import is_path_option, is_url
+from toolkit.io.paths import is_url
 from toolkit.launching import FORMATS
 from toolkit.launching.job import CommandLine, Job
 from toolkit.measure.gpus import find_gpu
@@ -76,7 +76,6 @@ def setup(
     if has_gpus and gpu is None and format == "skypilot":
         raise UserError("--gpu: must be given with skypilot, such as --gpu H100")
     _check_training(shared, has_gpus, format, has_resume=any(re.match("--resume(=|$)", w) for w in training.words))
-    _check_printable(training.options)
     _check_out_dir(training.options.out_dir, shared_dir, format)
     if format in ("kubeflow", "jobset", "skypilot", "docker"):  # the others start the command in this folder
         _check_paths(training.words)
@@ -129,15 +128,6 @@ def _check_out_dir(out_dir: str, shared_dir: str | None, format: str) -> None:
         raise UserError(f"--out_dir {out_dir}: may be lost with its machine; use a URL such as s3://bucket/run{local}")
     if not Path(os.path.normpath(out_dir)).is_relative_to(shared_dir):
         raise UserError(f"--out_dir {out_dir}: must be in --shared_dir {shared_dir}, such as {shared_dir}/run")
-
-
-def _check_printable(options: TrainingOptions) -> None:
-    """Check that no path has control characters, also those of a settings file."""
-    groups = {"": options, "data.": options.data, "objective.": options.objective}
-    for group, values in groups.items():
-        for name, value in vars(values).items():
-            if is_path_option(name) and value is not None and not str(value).isprintable():
-                raise UserError(f"--{group}{name} {ascii(str(value))}: must not have control characters; rename it")
 
 
 def _check_paths(words: list[str]) -> None:

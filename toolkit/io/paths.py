@@ -20,8 +20,11 @@ def is_path_option(name: str) -> bool:
 def expand_path(name: str, value: str) -> str:
     """Return the value of a path option with the home folder for ``~``, also where no shell has replaced it.
 
-    ``name`` is the option as shown in messages. Raise UserError for a variable, which only a shell replaces.
+    ``name`` is the option as shown in messages. Raise UserError for a variable, which only a shell replaces, and for
+    control characters, which could add lines to a file that names the path.
     """
+    if re.search(r"[\x00-\x1f\x7f-\x9f]", value):
+        raise UserError(f"{name} {ascii(value)}: must not have control characters; rename it")
     if is_url(value):
         if "://" not in value:
             raise UserError(f"{name} {value}: is not a URL; write {value.replace(':/', '://', 1)}")

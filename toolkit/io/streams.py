@@ -22,25 +22,6 @@ def open_missing_streams() -> None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 (open until exit)
 
 
-class EscapedOutput:
-    """Wraps a terminal's stream, so that text in what is printed cannot control the terminal."""
-
-    def __init__(self, file: IO[str]) -> None:
-        self.unescaped = file
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.unescaped, name)
-
-    def write(self, text: str) -> int:
-        self.unescaped.write(printable(text.replace("\r\n", "\n")))  # as rows of CSV end
-        return len(text)
-
-
-def unescaped(file: IO[str]) -> IO[str]:
-    """Return the stream for a display that draws with control characters, and escapes text itself."""
-    return getattr(file, "unescaped", file)
-
-
 class SafeOutput:
     """Wraps a standard stream. A closed pipe or a full disk silences it, but does not stop a run."""
 
@@ -73,3 +54,15 @@ class SafeOutput:
             devnull = os.open(os.devnull, os.O_WRONLY)
             os.dup2(devnull, self._file.fileno())
             os.close(devnull)
+
+
+class EscapedOutput(SafeOutput):
+    """Wraps a terminal's stream, so that text in what is printed cannot control the terminal."""
+
+    def write(self, text: str) -> int:
+        return super().write(printable(text.replace("\r\n", "\n")))  # CSV's line end
+
+
+def unescaped(file: Any) -> Any:
+    """Return the stream for a display that draws with control characters, and escapes text itself."""
+    return file._file if isinstance(file, EscapedOutput) else file
