@@ -39,13 +39,15 @@ def test_the_promise_holds(trial, pool):
 
 def test_trials_do_not_inherit_ignored_signals(monkeypatch):
     def run(subject, seed, folder):
+        assert signal.getsignal(signal.SIGINT) == signal.default_int_handler  # in a forked command, as in a new one
         code = "import os, signal; os.kill(os.getpid(), signal.SIGHUP)"
         assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGHUP
         return 1
 
     monkeypatch.setitem(WAYS, "nohup", Way("nohup", "", "", list, lambda *_: [], run))
-    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    previous = [(number, signal.signal(number, signal.SIG_IGN)) for number in (signal.SIGHUP, signal.SIGINT)]
     try:
         assert make(Trial("nohup", "", 0))["failure"] is None
     finally:
-        signal.signal(signal.SIGHUP, previous)
+        for number, handler in previous:
+            signal.signal(number, handler)

@@ -58,9 +58,10 @@ def seeds_of(way: str, subject: str, quick: bool) -> list[int]:
 def make(trial: Trial) -> dict[str, Any]:
     """Make a trial in a temporary folder; return its line in the ledger."""
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
-    for number in (signal.SIGHUP, signal.SIGINT):  # nohup and a shell's & ignore them, which children inherit
+    # nohup and a shell's & ignore them, which children inherit
+    for number, usual in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
         if signal.getsignal(number) == signal.SIG_IGN:
-            signal.signal(number, signal.SIG_DFL)
+            signal.signal(number, usual)
     try:
         return attempt(WAYS[trial.way], trial.subject, trial.seed, folder)
     finally:
