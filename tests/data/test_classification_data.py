@@ -1,7 +1,6 @@
 """Labels from files: names of features, weights of the trained rows, options without effect."""
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -62,11 +61,3 @@ def test_options_and_labels_without_a_use_are_said(prepare):
     assert any(
         "6 labels" in line and "each text has a label of its own: see --data.label_column id" in line for line in lines
     )
-
-
-def test_a_model_with_labels_that_cannot_be_printed_is_refused():
-    from toolkit.models.families import get_config
-
-    config = get_config("pico-llama").with_head("classification")
-    with pytest.raises(UserError, match=r"labels '\\x1b\[2Ja': must be printable text"):
-        replace(config, labels=["\x1b[2Ja", "b"])

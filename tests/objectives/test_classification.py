@@ -89,7 +89,6 @@ def test_from_the_command_line_to_transformers(base, capsys):
     model, tokenizer = AutoModelForSequenceClassification.from_pretrained("hf"), AutoTokenizer.from_pretrained("hf")
     assert model.config.id2label == {0: "bad", 1: "good", 2: "mixed"}
     reviews = list(csv.DictReader(Path("reviews/val.csv").read_text().splitlines()))
-    tokenizer.pad_token = tokenizer.eos_token
     texts = tokenizer([row["text"] for row in reviews], padding=True, return_tensors="pt")
     logits = model(texts["input_ids"], texts["attention_mask"]).logits.detach()
     native = load("out/final").eval()
@@ -122,7 +121,34 @@ def test_from_the_command_line_to_transformers(base, capsys):
         error = capsys.readouterr().err
         assert "classification head" in error and error.count("\n") == 1, error
 
+    # columns that are not given are the run's
     table = Path("reviews/val.csv").read_text()
+    Path("other").mkdir()
+    Path("other/val.csv").write_text(
+        re.sub(r"^film (\d+) (.*),", r"film \1 \2,x,", table.replace("text,label", "body,text,kind"), flags=re.M)
+    )
+    shutil.copy("other/val.csv", "other/train.csv")
+    settings = Path("out/final/hyperparameters.yaml")
+    settings.write_text(
+        re.sub("text_column: null", "text_column: body", settings.read_text()).replace(
+            "label_column: null", "label_column: kind"
+        )
+    )
+    for words in ("", "--text_column body"):
+        assert main(["classify", "out/final", "--texts", "other/val.csv", *words.split()]) == 0
+        result = capsys.readouterr()
+        again = list(csv.DictReader(result.out.splitlines()))
+        assert [row["prediction"] for row in again] == [row["prediction"] for row in printed]
+        assert ("columns as in the checkpoint's run: text_column body\n" in result.err) == (not words)
+        assert "not read: kind, text\n" in result.err
+    assert main(["classify", "out/final", "--texts", "reviews/val.csv"]) == 2
+    assert "line 2: has no column body (--text_column); it has text, label\n" in capsys.readouterr().err
+    assert main([*evaluate.replace("reviews", "other").split(), "--verify_checkpoint", "false"]) == 0
+    assert json.loads(capsys.readouterr().out)["f1"] == pytest.approx(rows[-1]["val_f1"], rel=1e-5)
+    settings.write_text(settings.read_text().replace("text_column: body", "text_column: null"))
+    assert main(["classify", "out/final", "--texts", "reviews"]) == 2
+    assert "--texts reviews: is a folder; give one of its files" in capsys.readouterr().err
+
     for content, message in (
         (table + " ,good\n", "has an empty text; fix or remove this row"),
         (table.replace("label", "prediction", 1), "has a column prediction, which classify adds; rename it"),
@@ -132,7 +158,28 @@ def test_from_the_command_line_to_transformers(base, capsys):
         printed = capsys.readouterr()
         assert not printed.out and message in printed.err, printed
 
-    assert main(["convert_from_hf", "hf", "again"]) == 0
+    # a score is read before the repetitions of pad_token_id at the end, whatever the tokenizer's settings are
+    core = json.loads(Path("hf/tokenizer.json").read_text())
+    pad = max(core["model"]["vocab"].values()) + 1
+    core["added_tokens"].append({**core["added_tokens"][0], "id": pad, "content": "<pad>"})
+    Path("hf/tokenizer.json").write_text(json.dumps(core))
+    settings = json.loads(Path("hf/tokenizer_config.json").read_text())
+    assert settings.pop("pad_token") == tokenizer.eos_token
+    Path("hf/tokenizer_config.json").write_text(json.dumps(settings))
+    Path("hf/config.json").write_text(
+        json.dumps(json.loads(Path("hf/config.json").read_text()) | {"pad_token_id": pad})
+    )
+    assert main(["convert_from_hf", "hf", "padded", "--verify_checkpoint", "false"]) == 0
+    Path("padded.csv").write_text("text\na film<pad><pad>\n")
+    assert main(["classify", "padded", "--texts", "padded.csv"]) == 0
+    (printed,) = csv.DictReader(capsys.readouterr().out.splitlines()[-2:])
+    model, tokenizer = AutoModelForSequenceClassification.from_pretrained("hf"), AutoTokenizer.from_pretrained("hf")
+    ids = tokenizer("a film<pad><pad>", return_tensors="pt")["input_ids"]
+    assert ids[0, -2:].tolist() == [pad] * 2
+    (expected,) = model(ids).logits.detach().softmax(1).tolist()
+    assert [float(printed[f"score_{label}"]) for label in config.labels] == pytest.approx(expected, abs=1e-5)
+
+    assert main(["convert_from_hf", "hf", "again", "--verify_checkpoint", "false"]) == 0
     assert read_model_config(Path("again")).labels == config.labels
     assert torch.equal(load("again").score.weight, native.score.weight)
     fields = read_yaml("again/model_config.yaml")

@@ -1,12 +1,15 @@
 """Resolve ``checkpoint_dir`` to a model folder. Does not import torch."""
 
 import re
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from toolkit.checkpoints.remote.download import local_copy
 from toolkit.checkpoints.store import FINAL, WEIGHTS, is_checkpoint_name, newest
-from toolkit.errors import UserError
+from toolkit.errors import UserError, notice
 from toolkit.io.paths import is_url
+from toolkit.io.safe_parse import read_yaml
 
 CONFIG, HYPERPARAMETERS = "model_config.yaml", "hyperparameters.yaml"
 
@@ -36,6 +39,34 @@ def find_checkpoint_dir(value: str | Path, option: str = "checkpoint_dir") -> Pa
             )
         raise UserError(f"{option} {value}: holds no {CONFIG}; {_suggest_folder(folder)}")
     return folder
+
+
+def with_run_columns(folder: Path, options: dict[str, str | None]) -> dict[str, str | None]:
+    """Return options such as text_column, with those that are None as in the classification that trained a checkpoint.
+
+    Says so in a line on stderr.
+    """
+    data = _read_settings(folder, HYPERPARAMETERS).get("data")
+    columns: dict[str, str | None] = {}
+    if isinstance(data, dict) and data.get("class_path") == "Classification":
+        of_run = data.get("init_args") or {}
+        columns = {name: of_run[name] for name, value in options.items() if value is None and of_run.get(name)}
+    if columns:
+        notice(f"columns as in the checkpoint's run: {', '.join(map(' '.join, columns.items()))}")
+    return options | columns
+
+
+def has_reward(folder: Path) -> bool:
+    """Whether a checkpoint's head is a reward's."""
+    return str(_read_settings(folder, CONFIG).get("head")).endswith("reward")
+
+
+def _read_settings(folder: Path, file: str) -> dict[str, Any]:
+    """Return the content of a YAML file; {} if it is damaged, which is an error when the checkpoint is loaded."""
+    with suppress(OSError, ValueError):
+        if isinstance(values := read_yaml(folder / file), dict):
+            return values
+    return {}
 
 
 def is_hf_folder(folder: str | Path) -> bool:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from jsonargparse.typing import PositiveInt
 
+from toolkit.checkpoints.find import find_checkpoint_dir, has_reward, with_run_columns
 from toolkit.config import Accelerator
 from toolkit.data.sft.labels import MULTI, SINGLE
 from toolkit.data.sft.readers import KINDS, RowFile, describe_row, find_splits
@@ -36,9 +37,10 @@ def setup(
             unmerged.
         texts: A .csv, .json, .jsonl or .parquet file; "-" reads CSV from stdin. Longer texts are cut at the end, for a
             reward the prompt from the left.
-        text_column: Column of the text; by default text, messages or conversations. For a reward model, rows may also
-            have a prompt with its completion.
-        text_pair_column: Column of a second text, which follows the first after a line break.
+        text_column: Column of the text; by default the training run's, then text, messages or conversations. For a
+            reward model, rows may also have a prompt with its completion.
+        text_pair_column: Column of a second text, which follows the first after a line break; by default the training
+            run's, "" for none.
         batch_size: Texts per forward pass.
         base_checkpoint_dir: Base model of the adapters. Default: the path recorded in training.
         accelerator: Device type.
@@ -48,8 +50,24 @@ def setup(
     if texts == "-":
         source: Any = RowFile(Path("/dev/stdin"), "csv", "--texts -")
     else:
-        require_option(Path(texts).is_file(), "texts", texts, "no such file")
+        require_option(not Path(texts).is_dir(), "texts", texts, "is a folder; give one of its files")
+        require_option(Path(texts).is_file(), "texts", texts, "no such file; --texts - reads texts from stdin, as CSV")
         (source,) = find_splits(texts, "--texts", KINDS).train
+    folder = find_checkpoint_dir(checkpoint_dir)
+    options = with_run_columns(folder, {"text_column": text_column, "text_pair_column": text_pair_column})
+    kind: Any = "answers" if text_column is None and has_reward(folder) else "unlabeled"
+    mapped = {name.removesuffix("_column"): column for name, column in options.items() if column}
+    rows, records = [], []
+    for number, row in source.rows():  # check all before PyTorch is imported
+        try:
+            records += parse_row(row, describe_row(source, number), mapped, kind)
+        except UserError as error:
+            reason, _, fix = str(error).rpartition("; ")
+            if "--data" not in fix:
+                raise
+            fix = "give a text, messages, or a prompt with its completion; see --text_column"
+            raise UserError(f"{reason}; {fix}") from error
+        rows.append(row)
     from toolkit.inference.load import load_checkpoint
     from toolkit.objectives.text_scorer import TextScorer
 
@@ -62,23 +80,7 @@ def setup(
         takes_head=True,
     )
     scorer = TextScorer(loaded)
-    config, is_reward = scorer.config, scorer.is_reward and text_column is None
-    named = {"text": text_column, "text_pair": text_pair_column}
-    mapped = {name: column for name, column in named.items() if column is not None}
-    rows, encodings, unread = [], [], set[str]()
-    for number, row in source.rows():  # check all before the first is printed
-        where = describe_row(source, number)
-        try:
-            (record,) = parse_row(row, where, mapped, "answers" if is_reward else "unlabeled")
-        except UserError as error:
-            reason, _, fix = str(error).rpartition("; ")
-            if "--data" not in fix:
-                raise
-            fix = "give a text, messages, or a prompt with its completion; see --text_column"
-            raise UserError(f"{reason}; {fix}") from error
-        rows.append(row)
-        unread |= record.unread
-        encodings.append(scorer.encode(record))
+    config, encodings = scorer.config, list(map(scorer.encode, records))
     columns = list(dict.fromkeys(name for row in rows for name in row))
     labels: Any = config.labels if config.problem_type in (SINGLE, MULTI) else []
     added = [
@@ -88,7 +90,7 @@ def setup(
     ]
     if repeated := {*columns} & {*added}:
         raise UserError(f"--texts {texts}: has a column {min(repeated)}, which classify adds; rename it")
-    if unread:
+    if unread := {name for record in records for name in record.unread}:
         notice(f"not read: {join_first(sorted(unread), 20)}")
     writer = csv_writer(sys.stdout)
     writer.writerow([*columns, *added])

@@ -151,6 +151,11 @@ class Tokenizer:
         """The token that pads texts in a Hugging Face export with a score layer: the tokenizer's, or eos."""
         return self.added_tokens.get(self.special_tokens.get("pad_token", ""), self.eos_id)
 
+    def with_pad(self, pad_id: int) -> Tokenizer:
+        """Return a copy whose tokenizer_config.json names the token that pads texts."""
+        settings = self.settings("tokenizer_config.json") | {"pad_token": self._tokenizer.id_to_token(pad_id)}
+        return self.with_files({"tokenizer_config.json": json.dumps(settings, indent=2).encode()})
+
     def encode_with_offsets(self, text: str) -> tuple[list[int], Spans]:
         """Tokenize ``text`` without bos. Return token ids and each token's character span [start, end).
 

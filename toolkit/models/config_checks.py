@@ -177,6 +177,4 @@ def check_head(config: Any) -> None:
     is_list = isinstance(labels, list) and labels != [] and all(isinstance(label, str) for label in labels)
     is_used = head is not None or (labels, config.problem_type) == (None, None)
     require_option(is_used and (labels is None or is_list), "labels", labels, "must be the names of the head's scores")
-    for label in filter(lambda label: not label.isprintable(), labels or ()):
-        require_option(False, "labels", ascii(label), "must be printable text; rename it")
     require_option(not (head and config.tie_embeddings), "tie_embeddings", True, "must be false with a head")

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from lightning.fabric import Fabric
 
-from toolkit.checkpoints.find import is_hf_folder
+from toolkit.checkpoints.find import is_hf_folder, with_run_columns
 from toolkit.checkpoints.folder import HYPERPARAMETERS, find_model
 from toolkit.checkpoints.hf.sums import require_intact
 from toolkit.config import none_if_auto
@@ -96,6 +96,9 @@ def evaluate(checkpoint: EvaluatedModel) -> dict[str, Any]:
     if isinstance(data, RunData):
         data, of_run = data_of_run(checkpoint.folder, trust=options.trust_checkpoint_data)
         length = length or of_run
+    elif isinstance(data, Classification):
+        names = ("text_column", "text_pair_column", "label_column")
+        data = replace(data, **with_run_columns(checkpoint.folder, {name: getattr(data, name) for name in names}))
     native = checkpoint.load_model()
     config, block_size = native.config, native.config.block_size
     objective = objective_of_head(config, data)

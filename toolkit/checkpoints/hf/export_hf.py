@@ -68,6 +68,8 @@ def export_hf(
     def write(folder: Path) -> None:
         warn_nonfinite(_write_weights(folder, weights, config, dtype), out_dir)
         copy_files(checkpoint_dir, folder, FILE_PATTERNS)
+        if config.head is not None and tokenizer is not None and tokenizer.pad_id is not None:
+            tokenizer.with_pad(tokenizer.pad_id).save(folder)  # transformers pads batches of texts with it
         ids = _token_ids(checkpoint_dir, base, config, tokenizer)
         _write_config_files(folder, config, ids, dtype or weights["transformer.wte.weight"].dtype)
         write_model_card(folder / "README.md", config, checkpoint_dir, tokenizer is not None)

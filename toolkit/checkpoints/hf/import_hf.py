@@ -75,11 +75,28 @@ def import_hf(
                 write_yaml(folder / ORIGIN_FILE, {"hf_dir": str(hf_dir.resolve())})
             if tokenizer_json is not None:
                 (folder / "tokenizer.json").write_bytes(tokenizer_json)
+            if config.head is not None:
+                notes.extend(_name_pad_token(folder))
 
         write_model_folder(out_dir, write)
     finally:
         close()
     return notes + notes_of_tokenizer + notes_of_unused + notes_of_head + notes_of_type
+
+
+def _name_pad_token(folder: Path) -> list[str]:
+    """Let the tokenizer name the token before whose repetitions at the end transformers reads a score.
+
+    This is pad_token_id of config.json, whatever the tokenizer pads with.
+    """
+    pad = read_json_object(folder / CONFIG).get("pad_token_id")
+    if not (folder / "tokenizer.json").is_file() or pad == (tokenizer := Tokenizer.load(folder)).pad_id or pad is None:
+        return []
+    if pad in tokenizer.added_tokens.values():
+        tokenizer.with_pad(pad).save(folder)
+        return []
+    where = f"config.json has pad_token_id {pad}, which is no special token of the tokenizer"
+    return [f"warning: {where}: scores of texts that end with it differ from those of transformers"]
 
 
 def is_import_of(folder: Path, hf_dir: Path) -> bool:

@@ -35,7 +35,8 @@ class Classification(DataModule):
         val_split: Validation split; by default, a fraction of training rows is held out.
         text_column: Column of the text; by default text, messages or conversations.
         text_pair_column: Column of a second text, which follows the first after a line break.
-        label_column: Column of the label.
+        label_column: Column of the label; by default label. toolkit evaluate takes columns that are not given from the
+            checkpoint's run; "" is none.
         problem_type: Kind of the labels. Default: lists of names, or of 0 or 1 for each class, are several labels per
             text, numbers with a fraction, or lists of them, are regression, and all others are one label per text.
         class_weights: Weight of each label in the loss, such as '{"spam": 5}'; "balanced": inverse to its frequency.
@@ -56,7 +57,7 @@ class Classification(DataModule):
     val_split: str | None = None
     text_column: str | None = None
     text_pair_column: str | None = None
-    label_column: str = "label"
+    label_column: str | None = None
     problem_type: ProblemType | None = None
     class_weights: ClassWeights = None
     val_split_fraction: float | None = None
@@ -83,9 +84,8 @@ class Classification(DataModule):
 
     def labeling(self, labels: LabelSet | None) -> Labeling:
         """Return how to read rows. ``labels``: The model's; None takes the data's."""
-        return Labeling(
-            **{f.name: getattr(self, f.name) for f in fields(Labeling) if f.name != "model_labels"}, model_labels=labels
-        )
+        options = {f.name: getattr(self, f.name) for f in fields(Labeling) if f.name != "model_labels"}
+        return Labeling(**options | {"label_column": self.label_column or "label"}, model_labels=labels)
 
     def prepare(
         self,

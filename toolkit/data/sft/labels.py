@@ -43,7 +43,7 @@ class Labeling:
     def columns(self) -> dict[str, str]:
         """The columns of rows by known name."""
         names = {"text": self.text_column, "text_pair": self.text_pair_column, "label": self.label_column}
-        return {name: column for name, column in names.items() if column is not None}
+        return {name: column for name, column in names.items() if column}
 
     def parse(self, row: Any, where: str, class_names: ClassNames) -> Record:
         """Parse a row into a record.
