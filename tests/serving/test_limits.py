@@ -188,10 +188,13 @@ async def respond(scope, receive, send):
     await send({"type": "http.response.body", "body": b""})
 
 
-async def get(port, path, pause=0.0) -> int:
-    """The number of bytes of a response, read in steps of a megabyte."""
+async def get(port, path, pause=0.0, n_sent=0) -> int:
+    """The number of bytes of a response, read in steps of a megabyte, to a body that is sent 100 bytes at a time."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=10**6)
-    writer.write(b"GET %s HTTP/1.1\r\nHost: localhost\r\n\r\n" % path)
+    writer.write(b"GET %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (path, n_sent))
+    for _ in range(0, n_sent, 100):
+        writer.write(b"x" * 100)
+        await asyncio.sleep(0.05)
     size = 0
     while new := await reader.read(10**6):
         size += len(new)
@@ -220,8 +223,8 @@ def test_clients_that_neither_send_nor_read_are_disconnected(serve, monkeypatch)
         steps = [(start, b"") for start in starts] + [(b"GET / HTTP/1.1\r\nX: ", b"y"), (starts[2], b"y")]
         steps.append((b"GET /keep HTTP/1.1\r\nHost: localhost\r\n\r\n", b"y"))  # the next request
         await asyncio.gather(*(is_disconnected(running, port, *step) for step in steps))
-        sizes = await asyncio.gather(get(port, b"/late"), get(port, b"/long", pause=0.05))
-        assert sizes[0] > 10**6 and sizes[1] > 20 * 10**6
+        sizes = await asyncio.gather(get(port, b"/late"), get(port, b"/long", pause=0.05), get(port, b"/", n_sent=2000))
+        assert sizes[0] > 10**6 and sizes[1] > 20 * 10**6 and sizes[2] > 10**6
 
     serve(scenario)
 

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import pytest
+import tokenizers
 import torch
 from helpers.cases import slow_except
 from helpers.processes import Forked, finish
@@ -38,7 +39,7 @@ from toolkit.models.lora import add_lora, is_adapter
 from toolkit.models.lora_config import LoRAConfig
 
 pytest.importorskip("starlette")
-from toolkit.serving.answer import read_pieces
+from toolkit.serving.answer import ChatFormat, CompletionFormat, read_pieces
 
 openai = pytest.importorskip("openai")
 
@@ -210,6 +211,29 @@ def test_log_probabilities_are_the_models(client, folder):
     assert first.top_logprobs[0].logprob == pytest.approx(log_probs[2].max().item(), abs=1e-5)
 
 
+def test_alternatives_have_their_own_names_and_bytes():
+    """Parts of a character, as OpenAI writes them, and tokens with equal texts."""
+    word = tokenizers.Tokenizer(tokenizers.models.BPE({"<0xE2>": 0, "<0x82>": 1, "a": 2, "<0x61>": 3}, []))
+    word.decoder = tokenizers.decoders.ByteFallback()
+    byte_level = train_bpe(["abc"], vocab_size=257)
+    first, second, _, letter = byte_level.encode("\u20aca", bos=False)
+    fallback = Tokenizer({"tokenizer.json": word.to_str().encode()}, "fallback")
+    for tokenizer, ids in ((byte_level, (first, second, letter)), (fallback, (0, 1, 2))):
+        request = Request([ids[2]], 8, GREEDY, None, (), 3)
+        tokens = [NewToken(ids[0], -0.5, [(ids[1], -0.25), (ids[2], -1.0), (ids[0], -0.5)])]
+        (entry,) = ChatFormat(tokenizer, request, "m").log_probs(tokens)["content"]
+        assert (entry["token"], entry["bytes"]) == ("bytes:\\xe2", [0xE2])
+        assert [(top["token"], top["bytes"]) for top in entry["top_logprobs"]] == [
+            ("bytes:\\x82", [0x82]), ("a", [0x61]), ("bytes:\\xe2", [0xE2]),
+        ]  # fmt: skip
+        answer = CompletionFormat(tokenizer, request, "m").log_probs([*tokens, NewToken(ids[1], -2.0, [])])
+        assert answer["top_logprobs"][0] == {"bytes:\\xe2": -0.5, "bytes:\\x82": -0.25, "a": -1.0}
+        assert answer["text_offset"] == [0, 1]
+    request = Request([2], 8, GREEDY, None, (), 2)
+    (top,) = CompletionFormat(fallback, request, "m").log_probs([NewToken(3, -2.0, [(2, -1.0)])])["top_logprobs"]
+    assert top == {"a": -2.0, "token_id:2": -1.0}  # the sampled token's value is found under its text
+
+
 def test_a_backlog_of_tokens_lets_other_requests_take_turns():
     """As after a pause of the client. The text is held until the end, as a stop text could begin anywhere in it."""
     turns = 0
@@ -322,6 +346,8 @@ def test_wrong_bodies_are_errors_that_name_the_field(client):
     harmless = {"n": 1, "tools": [], "user": "me", "presence_penalty": 0, "response_format": {"type": "text"}}
     messages = [{"role": "user", "content": "1", "name": "me"}]
     assert chat(client, messages, extra_body=harmless).choices[0].message.content == "eins"
+    status, answer = post(client, "/v1/completions", json.dumps({"prompt": "1", "max_tokens": 1}).encode())
+    assert status == 200 and answer["model"] == client.model  # one model is served
 
 
 def test_models_and_keys(client, folder):

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,10 @@ _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # organization/name, or just 
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 _REPLACEMENT = re.compile(r'"pattern":\{"(String|Regex)":"(.*?)"\},"content":"(.*?)"\}')
 _MAX_GROWTH = 100_000  # of a text by all replacements, one after another
+# GPT-2's alphabet: printable characters of Latin-1 stand for themselves, the n-th other byte for character 256 + n.
+_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+_BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + n): byte for n, byte in enumerate(_OTHERS)}
 Spans = list[tuple[int, int]]  # of characters, [start, end)
 _PARALLEL = "TOKENIZERS_PARALLELISM"  # the library reads it on each call
 
@@ -204,17 +209,28 @@ class Tokenizer:
 
         sizes = np.zeros(self.vocab_size, dtype=np.int64)
         added = self._tokenizer.get_added_tokens_decoder()
-        byte_level = '"ByteLevel"' in json.dumps(json.loads(self._tokenizer.to_str())["decoder"])
-        for token, i in self.vocabulary.items():
-            if i in added:
-                sizes[i] = 0 if added[i].special else len(added[i].content.encode())
-            elif byte_level:
-                sizes[i] = len(token)  # one character of GPT-2's alphabet per byte
-            elif len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-                sizes[i] = 1  # byte fallback
-            else:
-                sizes[i] = len(token.replace("\u2581", " ").encode())
+        for i in self.vocabulary.values():
+            sizes[i] = 0 if i in added and added[i].special else len(self.bytes_of(i))
         return sizes
+
+    def bytes_of(self, token: int) -> bytes:
+        """Return the UTF-8 bytes of a token, which may be a part of a character."""
+        text = self._tokenizer.id_to_token(token) or ""
+        if token in self._added_ids:
+            return text.encode()
+        if self._is_byte_level:
+            return bytes(_BYTES[character] for character in text)
+        if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):  # byte fallback
+            return bytes.fromhex(text[3:5])
+        return text.replace("\u2581", " ").encode()
+
+    @cached_property
+    def _added_ids(self) -> frozenset[int]:
+        return frozenset(self._tokenizer.get_added_tokens_decoder())
+
+    @cached_property
+    def _is_byte_level(self) -> bool:
+        return '"ByteLevel"' in json.dumps(json.loads(self._tokenizer.to_str())["decoder"])
 
     def save(self, folder: str | Path) -> None:
         """Write all tokenizer files, including chat templates and generation_config.json, to ``folder``."""

@@ -137,13 +137,17 @@ class ChatFormat:
         return {"content": content, "refusal": None}
 
     def _entry(self, token: int, log_prob: float) -> Json:
-        text = self._text(token)
-        return {"token": text, "logprob": log_prob, "bytes": None if UNFINISHED in text else list(text.encode())}
+        text, content = self._read(token)
+        return {"token": text, "logprob": log_prob, "bytes": list(content)}
 
-    def _text(self, token: int) -> str:
+    def _read(self, token: int) -> tuple[str, bytes]:
+        """Return a token's text and bytes. As in OpenAI's answers, the text of a part of a character is bytes:\\xe2."""
         before = self._tokenizer.decode([self._last_id], skip_special_tokens=False)
         text = self._tokenizer.decode([self._last_id, token], skip_special_tokens=False).removeprefix(before)
-        return text or self._tokenizer.decode([token], skip_special_tokens=False)  # incomplete after incomplete bytes
+        if text and UNFINISHED not in text:
+            return text, text.encode()
+        content = self._tokenizer.bytes_of(token)
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content), content
 
     def _common(self, piece: Piece) -> Json:
         log_probs = None if self._request.n_top is None else self.log_probs(piece.tokens)
@@ -169,10 +173,15 @@ class CompletionFormat(ChatFormat):
     def log_probs(self, tokens: list[NewToken]) -> Json:
         columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for new in tokens:
-            text, top = self._text(new.id), {self._text(token): log_prob for token, log_prob in new.top}
+            text, content = self._read(new.id)
+            top = {text: new.log_prob}
+            for token, log_prob in new.top:
+                if token != new.id:
+                    name = self._read(token)[0]  # tokens may have one text: a byte and the letter
+                    top[f"token_id:{token}" if name in top else name] = log_prob
             for column, value in zip(columns.values(), (text, new.log_prob, top, self._offset), strict=True):
                 column.append(value)
-            self._offset += len(text)
+            self._offset += sum(byte & 0xC0 != 0x80 for byte in content)  # without the bytes that continue a character
             self._last_id = new.id
         return columns
 

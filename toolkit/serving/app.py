@@ -145,7 +145,7 @@ class Endpoint:
         try:
             async with service.preparing:
                 body = await asyncio.to_thread(self.body_class.model_validate_json, content)
-                service.describe(body.model)
+                service.describe(body.model or service.name)
                 request = await asyncio.to_thread(self.encode, body)
             form = self.format_class(service.tokenizer, request, service.name)
             pieces = read_pieces(service.batcher, service.tokenizer, request, body.stops, items)

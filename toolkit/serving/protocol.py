@@ -65,7 +65,7 @@ class StreamOptions(_Fields):
 class Body(_Fields):
     """The fields that both endpoints have."""
 
-    model: str
+    model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None

@@ -19,6 +19,7 @@ from toolkit.distributed.signals import SIGNALS
 from toolkit.errors import StoppedBySignalError, UserError
 
 CLIENT_TIMEOUT = 15  # seconds
+MIN_RATE = 100  # bytes per second of a request that is being sent
 LISTEN_BACKLOG = 128
 ACCEPTS = 4  # per turn of the event loop; after four turns, a new connection can close an old one
 
@@ -54,13 +55,14 @@ def run_server(app: ASGIApp, listener: socket.socket, shutdown_timeout: int, sto
 class Connection(H11Protocol):
     """A connection that ends if the server waits for its client, in CLIENT_TIMEOUT to twice that time.
 
-    The server waits for the rest of a request, or for the client to read. If there are too many connections, a new one
-    ends the oldest of them that is not being answered, so that new clients, such as checks of /health, always get in.
+    The server waits for the rest of a request, which must come at MIN_RATE, or for the client to read. If there are too
+    many connections, a new one ends the oldest of them that is not being answered, so that new clients, such as checks
+    of /health, always get in.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._made_at = self.loop.time()
+        self._made_at, self._n_received = self.loop.time(), 0
         self._timer = self.loop.call_later(CLIENT_TIMEOUT, self._check, None)
         if len(self.connections) > min(1024, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2 - 8):
             waiting = [c for c in self.connections if c.awaits_request]  # type: ignore[union-attr]
@@ -75,9 +77,15 @@ class Connection(H11Protocol):
         is_reading = self.cycle is None or self.cycle.response_complete or self.cycle.more_body
         return is_reading and not self.transport.is_closing()
 
+    def data_received(self, data: bytes) -> None:
+        self._n_received += len(data)
+        super().data_received(data)
+
     def _check(self, before: tuple[object, int] | None) -> None:
         now = self.cycle, self.transport.get_write_buffer_size()
-        if now == before and (now[1] or self.awaits_request):
+        is_slow = self._n_received < MIN_RATE * CLIENT_TIMEOUT
+        self._n_received = 0
+        if now == before and (now[1] or (self.awaits_request and is_slow)):
             self.transport.abort()
         else:
             self._timer = self.loop.call_later(CLIENT_TIMEOUT, self._check, now)
