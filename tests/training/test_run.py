@@ -216,6 +216,18 @@ def test_s3_signal_during_the_last_save_does_not_interrupt_it(corpus, tmp_path, 
     assert folders(tmp_path / "run") == {"final"}
 
 
+def test_s3_signal_during_a_step_that_is_saved_saves_it_once(corpus, tmp_path, monkeypatch, capsys):
+    def save(run, name):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return original(run, name)
+
+    original = Run.save
+    monkeypatch.setattr(Run, "save", save)
+    with pytest.raises(StoppedBySignalError, match="step-00000002 is saved; resume"):
+        run_training(arguments(corpus, tmp_path / "run", train={"save_interval": 2}))
+    assert capsys.readouterr().out.count("saved") == 1
+
+
 def test_s1_full_disk_is_one_line_and_the_previous_checkpoint_survives(corpus, small_disk):
     out = small_disk("3m") / "run"
     process = pretrain(*flags_for(corpus, out, max_steps=100, save_interval=5, keep_last=0))

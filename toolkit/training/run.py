@@ -109,6 +109,7 @@ class Run(Launch):
         training_since: Start of the training in this launch, in seconds of time.perf_counter(); None outside of it.
         skipped_steps: Steps in this launch without an update, because of the fp16 GradScaler or a spike.
         stop_reason: Why to stop before the next step; None to go on.
+        last_saved: The latest checkpoint of this launch.
     """
 
     callbacks: list[Callback]
@@ -122,6 +123,7 @@ class Run(Launch):
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
     stop_reason: str | None = None
+    last_saved: Path | None = None
     step_times: StepTimes = field(default_factory=StepTimes)
     garbage: GarbageCollection = field(default_factory=GarbageCollection)
 
@@ -219,7 +221,10 @@ class Run(Launch):
 
     def save_step(self) -> str:
         """Save the state after this step, and return the end of a message that says so. Collective."""
-        folder = self.save(self.step_name)
+        self.finish_save()
+        folder = self.last_saved
+        if folder is None or folder.name != self.step_name:  # a signal may come while the step is saved
+            folder = self.save(self.step_name)
         return "" if self.is_short else f"; {self.address(folder)} is saved; resume with --resume auto"
 
     @property
@@ -253,6 +258,7 @@ class Run(Launch):
         return callback_states(self.callbacks)
 
     def _announce(self, folder: Path) -> None:
+        self.last_saved = folder
         self.notify("on_checkpoint_saved", folder)
         self.display.phase("training")
 
