@@ -78,7 +78,7 @@ def test_bf16_and_hybrid_sharding_pass(tmp_path, flags):
 
 
 @pytest.mark.slow
-def test_adapters_pass_without_their_dropout(tmp_path):
+def test_adapters_pass_with_their_dropout(tmp_path):
     talker = make_talker(tmp_path / "talker")
     rows = tmp_path / "rows.json"
     rows.write_text("[" + ",".join(f'{{"instruction": "{i}", "output": "{i % 7}"}}' for i in range(100)) + "]")
@@ -86,7 +86,7 @@ def test_adapters_pass_without_their_dropout(tmp_path):
     flags += ["--data", "JSON", "--data.json_path", str(rows), "--train.global_batch_size", "4"]
     run_group(tmp_path, 2, [Case("lora", flags, command="verify_parallel finetune_lora")], [])
     shown = (tmp_path / "group-of-2-0" / "0.out").read_text()
-    assert "passed: 2 steps" in shown and "note: --lora_dropout 0.1 is set to 0" in shown and "--resume auto" in shown
+    assert "passed: 2 steps" in shown and "--resume auto" in shown
 
 
 @pytest.mark.slow

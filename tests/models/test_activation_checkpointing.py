@@ -18,6 +18,7 @@ from toolkit.models.block import Block
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
 from toolkit.models.lora_config import LoRAConfig
+from toolkit.models.neftune import SampleNoise
 from toolkit.models.quantize import quantize_linears
 from toolkit.training.model import compile_blocks
 
@@ -90,6 +91,34 @@ def test_dropout_of_adapters_draws_the_same_numbers(options, mode):
     assert not torch.equal(run(model, seed=3)[-1], expected[-1])
     checkpoint_blocks(model, (Block,), mode)
     require_equal(run(model), expected)
+
+
+@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["llama-tied", "mixtral"])
+def test_recomputed_dropout_is_that_of_the_samples(family, is_compiled):
+    """Also if the next micro-batch is computed before, as in a pipeline."""
+    ids = torch.randint(0, 90, (2, 24), generator=torch.Generator().manual_seed(2))
+
+    def gradients(mode: str, *keys: tuple[int, int]) -> list[torch.Tensor]:
+        model = build(named(family))
+        has_experts = model.config.n_expert > 0
+        add_lora(model, LoRAConfig(mlp=True, projection=True, head=True, dropout=0.5, experts=has_experts))
+        for name, parameter in model.named_parameters():
+            if name.endswith(".B"):
+                nn.init.normal_(parameter)
+        checkpoint_blocks(model, (Block,), mode)
+        if is_compiled and mode != "none":
+            with mock.patch.object(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager")):
+                compile_blocks(model, (Block,), 0)
+        first, *_ = [model(ids, ids, noise=SampleNoise(0.0, 1, key))[0] for key in keys]
+        return torch.autograd.grad(first, [p for p in model.parameters() if p.requires_grad])
+
+    expected = gradients("none", (3, 4))
+    different = gradients("none", (3, 5))
+    assert not any(torch.equal(a, b) for a, b in zip(expected, different, strict=True) if a.count_nonzero())
+    for mode in MODES:
+        torch.testing.assert_close(gradients(mode, (3, 4), (8, 9)), expected, rtol=1e-4, atol=1e-5)
+    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -19,7 +19,7 @@ def setup(command: TrainingCommand, run: TrainingOptions, steps: PositiveInt = 5
     makes on one process.
 
     Nothing is written: --out_dir, --resume, checkpoints, validations and loggers are ignored. The learning rate is
-    the peak from the first step. LoRA dropout is 0.
+    the peak from the first step.
 
     The exit code is 0 if all steps agree, and 3 otherwise.
 

@@ -59,10 +59,6 @@ def check_layout(
         if world.global_rank == 0:
             require_memory_of_one_process(config.args, device)
             print(f"Comparing {steps} steps of {args.command}, {config.precision}, {config.batch}", flush=True)
-            if args.lora is not None and args.lora.dropout:
-                print(
-                    f"note: --lora_dropout {args.lora.dropout} is set to 0: random numbers differ by rank", flush=True
-                )
             if args.resume:
                 print(f"note: --resume {args.resume} is ignored: the comparison starts at step 1", flush=True)
             print("One process:", flush=True)

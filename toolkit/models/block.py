@@ -2,10 +2,12 @@
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from toolkit.models.attention import CausalSelfAttention
 from toolkit.models.config import ModelConfig
+from toolkit.models.keyed_random import DropoutBits
 from toolkit.models.kv_cache import KVCache, LayerCache
 from toolkit.models.latent_attention import LatentAttention
 from toolkit.models.masks import AttentionMask, MaskBuilder
@@ -33,6 +35,7 @@ class Block(nn.Module):
         self.parallel_residual, self.residual_multiplier = config.parallel_residual, config.residual_multiplier
         self.window, self.rope_index = config.window(layer), config.rope_index(layer)
         self.has_experts = config.has_experts(layer)
+        self.dropout_bits = DropoutBits()
 
     def forward(
         self,
@@ -42,11 +45,14 @@ class Block(nn.Module):
         cache: LayerCache | None = None,
         token_mask: Tensor | None = None,
         kv_source: Tensor | None = None,
+        dropout_bits: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """(B, T, n_embd) -> (B, T, n_embd).
 
         With ``kv_source``, (B, T, n_embd), attention takes keys and values from norm_1(kv_source) and queries from
         norm_1(x) (cross-attention); the residual stream is x.
+
+        ``dropout_bits``, (B, T) int64, are what the dropout of adapters depends on.
 
         Attention mask and rotary embedding are arguments: computing them inside one block would compile that block
         separately.
@@ -54,6 +60,8 @@ class Block(nn.Module):
         With experts and ``token_mask`` (B, T), bool, also returns the load-balancing loss of each row, (B,). It is
         returned rather than stored, because FSDP's hooks only see return values.
         """
+        if not torch.compiler.is_compiling():  # when activations are recomputed, it has the bits of a later micro-batch
+            self.dropout_bits.tokens = dropout_bits
         normed = self.norm_1(x)
         kv_source = None if kv_source is None else self.norm_1(kv_source)
         attended = x + self._scale_residual(
@@ -71,9 +79,10 @@ class Block(nn.Module):
 
 
 class BlockInputs(NamedTuple):
-    """Inputs shared by all blocks of a forward pass. For ``token_mask``, see :class:`Block`."""
+    """Inputs shared by all blocks of a forward pass. For the last two, see :class:`Block`."""
 
     masks: MaskBuilder
     ropes: dict[int, RotaryEmbedding]
     kv_cache: KVCache | None
     token_mask: Tensor | None = None
+    dropout_bits: Tensor | None = None

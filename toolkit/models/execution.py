@@ -23,7 +23,7 @@ class Execution:
             complete rows, computes this rank's tokens, and returns their loss. Others compute all tokens on every rank.
         tensor_ranks: Number of ranks that divide each layer, and with it the attention heads.
         cuts: This rank's part of each divided parameter, by name, see :mod:`toolkit.distributed.tensor_parallel`.
-        neftune_alpha: See :class:`toolkit.models.neftune.EmbeddingNoise`; 0 for none.
+        neftune_alpha: See :class:`toolkit.models.neftune.SampleNoise`; 0 for none.
         pipeline: With pipeline parallelism, the stages, whose ``forward`` replaces the model's. See
             :mod:`toolkit.distributed.pipeline`.
     """

@@ -19,6 +19,7 @@ from toolkit.models.execution import Execution
 from toolkit.models.families import family_of
 from toolkit.models.head import Head, Score
 from toolkit.models.init import InitializedModel
+from toolkit.models.keyed_random import DropoutBits, derive
 from toolkit.models.kv_cache import KVCache
 from toolkit.models.labels import IGNORE_INDEX
 from toolkit.models.loss import RowLoss
@@ -29,7 +30,7 @@ from toolkit.models.masks import (
     MaskBuilder,
 )
 from toolkit.models.moe import mask_until_last_label
-from toolkit.models.neftune import EmbeddingNoise
+from toolkit.models.neftune import SampleNoise
 from toolkit.models.norm import make_norm
 from toolkit.models.rope import RotaryEmbedding, attention_factor, document_lengths, inverse_frequencies, query_scale
 
@@ -73,6 +74,7 @@ class GPT(nn.Module, metaclass=InitializedModel):
         note: Note about the metrics, printed at the start of a run.
         is_row_independent: Whether a row's logits depend only on its tokens and positions. If not, prompts are
             generated one at a time.
+        has_dropout: Whether adapters have dropout.
 
     Embedding and logits have size ``config.padded_vocab_size``, a multiple of ``padding_multiple`` by default. The
     first ``config.vocab_size`` entries are the tokenizer's: ``logits[..., :config.vocab_size]`` leaves the padding out.
@@ -81,6 +83,7 @@ class GPT(nn.Module, metaclass=InitializedModel):
     loss_parts: tuple[str, ...] = ()
     note = ""
     is_row_independent = True
+    has_dropout = False
 
     def __init__(self, config: ModelConfig, seed: int = DEFAULT_SEED) -> None:
         super().__init__()
@@ -89,6 +92,7 @@ class GPT(nn.Module, metaclass=InitializedModel):
         self.config = config
         self.execution = Execution(seed)
         self.loss_part_sums: dict[str, Tensor] = {}
+        self.dropout_bits = DropoutBits()  # of the head
         if config.head is None:
             self.lm_head = Head(config.n_embd, config.padded_vocab_size, bias=config.lm_head_bias)
         else:
@@ -159,7 +163,7 @@ class GPT(nn.Module, metaclass=InitializedModel):
         documents: Tensor | Documents | None = None,
         kv_cache: KVCache | None = None,
         logits_to_keep: int = 0,
-        noise: EmbeddingNoise | None = None,
+        noise: SampleNoise | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute the logits, or the loss.
 
@@ -173,7 +177,7 @@ class GPT(nn.Module, metaclass=InitializedModel):
                 supported with a KV cache.
             kv_cache: One cache per block; the new keys and values are appended to it.
             logits_to_keep: Compute logits only for this many last positions; 0 for all.
-            noise: Added to the embeddings.
+            noise: Of embeddings and the dropout of adapters, which otherwise takes the numbers of torch's generator.
 
         Returns:
             Logits (B, T or ``logits_to_keep``, padded_vocab_size); with labels ``(loss_sum, n_tokens)``: the sum of the
@@ -220,7 +224,7 @@ class GPT(nn.Module, metaclass=InitializedModel):
         kv_cache: KVCache | None = None,
         sequence_length: int | Tensor | None = None,
         x: Tensor | None = None,
-        noise: EmbeddingNoise | None = None,
+        noise: SampleNoise | None = None,
     ) -> tuple[Tensor, BlockInputs]:
         """Return the first block's input, (B, T, n_embd), and the shared block inputs.
 
@@ -238,13 +242,15 @@ class GPT(nn.Module, metaclass=InitializedModel):
         original_max = self.config.original_max_position
         if original_max is not None and kv_cache is None and max(T, uniform_length) > original_max:
             lengths = document_lengths(input_ids, documents, labels)
-        noisy = None
-        if noise is not None and x is None:
-            noisy = noise.draw(document_lengths(input_ids, documents, labels), self.config.n_embd)
-            noisy = noisy if context is None else context.split(noisy.mT).mT
-        if context is not None:
-            input_ids, positions = context.split(input_ids), context.split(positions)
-            lengths = context.split(lengths) if isinstance(lengths, Tensor) else lengths
+        own = (lambda rows: rows) if context is None else context.split
+        noisy = bits = None
+        if noise is not None and self.has_dropout:
+            bits = own(noise.dropout_bits(T, input_ids.device))
+        if noise is not None and noise.alpha and x is None:
+            noisy = own(noise.draw(document_lengths(input_ids, documents, labels), self.config.n_embd).mT).mT
+        self.dropout_bits.tokens = None if bits is None else derive(bits, self.config.n_layer)
+        input_ids, positions = own(input_ids), own(positions)
+        lengths = own(lengths) if isinstance(lengths, Tensor) else lengths
         x = self._embed_tokens(input_ids, positions, noisy) if x is None else x
         kernel, starts = None, None if kv_cache is None else kv_cache.starts
         if self.execution.uses_kernels and kv_cache is None:
@@ -258,7 +264,7 @@ class GPT(nn.Module, metaclass=InitializedModel):
             masks = AttentionMaskBuilder(length - T, T, *options)
         else:
             masks = ContextMaskBuilder(context, T, *options)
-        return x, BlockInputs(masks, self._rotary_embeddings(positions, lengths), kv_cache)
+        return x, BlockInputs(masks, self._rotary_embeddings(positions, lengths), kv_cache, dropout_bits=bits)
 
     def make_cache(self, batch_size: int, max_length: int) -> KVCache:
         """Return an empty KV cache for this rank's heads, on the model's device and in its dtype."""
@@ -294,7 +300,8 @@ class GPT(nn.Module, metaclass=InitializedModel):
         for i in layers:
             block, cache = blocks[i], None if inputs.kv_cache is None else inputs.kv_cache[i]
             attn_mask, rope = inputs.masks.for_window(block.window), inputs.ropes.get(block.rope_index)
-            x = block(x, attn_mask, rope, cache, inputs.token_mask, kv_source if i == layers[0] else None)
+            bits = block.dropout_bits.tokens = None if inputs.dropout_bits is None else derive(inputs.dropout_bits, i)
+            x = block(x, attn_mask, rope, cache, inputs.token_mask, kv_source if i == layers[0] else None, bits)
             if isinstance(x, tuple):
                 x, balancing_loss = x
                 balancing_losses.append(balancing_loss)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.models.aligned import AlignedLinear
+from toolkit.models.block import Block
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT, model_on_meta
 from toolkit.models.head import Head, LoRAHead, TrainedScore
@@ -56,6 +57,11 @@ def add_lora(model: GPT, config: LoRAConfig) -> None:
         _adapt(model, "lm_head", config, {_ALL_ROWS: config.head})
     else:
         model.score = TrainedScore(model.score)
+    model.has_dropout = config.dropout > 0
+    for part in (*model.blocks, model.head):
+        bits = part.dropout_bits if isinstance(part, Block) else model.dropout_bits
+        for number, layer in enumerate(layer for layer in part.modules() if isinstance(layer, AdaptedLayer)):
+            layer.dropout_bits, layer.number = bits, number
 
 
 def is_adapter(name: str) -> bool:

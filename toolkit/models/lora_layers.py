@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from toolkit.models.aligned import AlignedLinear, aligned_size
+from toolkit.models.keyed_random import DropoutBits, keyed_dropout
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.models.mixed_mm import matmul_dtype
 
@@ -52,6 +53,9 @@ class AdaptedLayer(nn.Module):
     lora: nn.ModuleDict
     adapters_off = False
     """Whether the layer computes without its adapters."""
+    dropout_bits = DropoutBits()
+    number = 0
+    """Its position among the adapted layers of its block; with ``dropout_bits``, it determines what is dropped."""
 
     @property
     def adapters(self) -> list[Adapter]:
@@ -69,8 +73,12 @@ class AdaptedLayer(nn.Module):
         """Return ``weight`` with the adapters merged, in fp32."""
         raise NotImplementedError
 
-    def _drop(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.dropout) if self.training and self.dropout else x
+    def _drop(self, x: Tensor, tokens: Tensor | None = None) -> Tensor:
+        if not (self.training and self.dropout):
+            return x
+        if (bits := self.dropout_bits.tokens) is None:
+            return F.dropout(x, self.dropout)
+        return keyed_dropout(x, bits if tokens is None else bits.flatten()[tokens], self.number, self.dropout)
 
 
 class LoRAMixin(AdaptedLayer):
@@ -178,6 +186,7 @@ def replace_linear(owner: nn.Module, name: str, new_class: type[nn.Module]) -> A
     new.weight, new.bias = old.weight, old.bias
     if isinstance(old, AdaptedLayer):
         new.lora, new.scaling, new.dropout, new.dora = old.lora, old.scaling, old.dropout, old.dora
+        new.dropout_bits, new.number = old.dropout_bits, old.number
     new.train(old.training)
     setattr(owner, name, new)
     return new

@@ -88,8 +88,11 @@ class StackedLinear(nn.Module):
         self.active = active
         nn.init.normal_(self.weight, std=in_features**-0.5)
 
-    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        """(N, in) -> (N, out): expert e computes rows ends[e - 1] to ends[e]; ends: (experts,) int32."""
+    def forward(self, x: Tensor, ends: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """(N, in) -> (N, out): expert e computes rows ends[e - 1] to ends[e]; ends: (experts,) int32.
+
+        ``tokens``, (N,) int64, are the tokens of the rows, for adapters.
+        """
         y = self.project(x, ends)
         if self.bias is None:
             return y
@@ -105,15 +108,15 @@ class StackedLinear(nn.Module):
 class LoRAStackedLinear(AdaptedLayer, StackedLinear):
     """Stacked linear layers with an adapter per expert. No expert's product of factors is ever computed."""
 
-    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+    def forward(self, x: Tensor, ends: Tensor, tokens: Tensor | None = None) -> Tensor:
         """See :class:`StackedLinear`."""
-        y = super().forward(x, ends)
+        y = super().forward(x, ends, tokens)
         if self.adapters_off:
             return y
         (adapter,) = self.adapters
         a, b = adapter.A.to(x.dtype), adapter.B.to(x.dtype)
         padding = -a.size(1) % 8  # of the rank, see StackedLinear
-        hidden = grouped_product(self._drop(x), F.pad(a, (0, 0, 0, padding)).transpose(-2, -1), ends)
+        hidden = grouped_product(self._drop(x, tokens), F.pad(a, (0, 0, 0, padding)).transpose(-2, -1), ends)
         return y + grouped_product(hidden * self.scaling, F.pad(b, (0, padding)).transpose(-2, -1), ends)
 
     def merged(self, weight: Tensor) -> Tensor:
@@ -143,8 +146,11 @@ class Experts(nn.Module):
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         expert_ids = torch.arange(self.fc_1.sizes[0], device=order.device)
         ends = torch.searchsorted(experts, expert_ids, right=True, out_int32=True)
-        x = _CopyAndPermute.apply(x, order, inverse, topk_indices.size(-1))
-        y = self.proj(self._gated_product(self.fc_1(x, ends), self.fc_2(x, ends)), ends)
+        k = topk_indices.size(-1)
+        tokens = order // k
+        x = _CopyAndPermute.apply(x, tokens, inverse, k)
+        y = self._gated_product(self.fc_1(x, ends, tokens), self.fc_2(x, ends, tokens))
+        y = self.proj(y, ends, tokens)
         return _CopyAndPermute.apply(y, inverse, order, 1).view(*topk_indices.shape, -1)
 
     def _gated_product(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -282,7 +288,7 @@ def mask_until_last_label(labels: Tensor) -> Tensor:
 
 
 class _CopyAndPermute(torch.autograd.Function):
-    """(N, d) -> (N * copies, d): repeat each row, then permute by ``order``.
+    """(N, d) -> (N * copies, d): take the rows ``order``, a permutation of ``copies`` copies of each.
 
     The backward pass is a gather; plain indexing would scatter-add the gradient.
     """
@@ -291,7 +297,7 @@ class _CopyAndPermute(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:
         ctx.save_for_backward(inverse)
         ctx.copies = copies
-        return x[order // copies if copies > 1 else order]
+        return x[order]
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:

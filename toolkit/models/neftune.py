@@ -1,4 +1,4 @@
-"""NEFTune: uniform noise on the embeddings in finetuning (Jain et al. 2023, arXiv 2310.05914)."""
+"""Random numbers of a micro-batch in training: NEFTune's noise (Jain et al. 2023, arXiv 2310.05914), and dropout's."""
 
 from typing import NamedTuple
 
@@ -6,15 +6,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from toolkit.models.keyed_random import DROPOUT, token_bits
+
 CHUNK = 64
 """Tokens that are drawn at once. CUDA's numbers depend on the shape, and must not depend on a row's padding."""
 
 
-class EmbeddingNoise(NamedTuple):
+class SampleNoise(NamedTuple):
     """The noise of a micro-batch. A row's noise depends on its key only, not on the other rows.
 
     Args:
-        alpha: The noise of a document of T tokens is at most alpha / sqrt(T * n_embd).
+        alpha: The noise of the embeddings of a document of T tokens is at most alpha / sqrt(T * n_embd).
         seed: The run's seed.
         keys: ``sample_keys`` of the rows.
     """
@@ -33,3 +35,8 @@ class EmbeddingNoise(NamedTuple):
             rows.append(torch.cat(chunks)[:n_tokens])
         bound = self.alpha / (lengths.clamp(min=1) * width).sqrt()
         return (2 * torch.stack(rows) - 1) * bound[..., None]
+
+    def dropout_bits(self, n_tokens: int, device: torch.device) -> Tensor:
+        """Return random bits of each token for :func:`toolkit.models.keyed_random.keyed_dropout`, (B, T) int64."""
+        keys, positions = torch.tensor(self.keys, device=device), torch.arange(n_tokens, device=device)
+        return token_bits(self.seed, DROPOUT, keys, positions)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from toolkit.data.batch import Batch
 from toolkit.distributed.private_lightning import FabricModule
 from toolkit.models.gpt import GPT, Targets
-from toolkit.models.neftune import EmbeddingNoise
+from toolkit.models.neftune import SampleNoise
 
 
 def original_module(model: nn.Module) -> nn.Module:
@@ -23,14 +23,15 @@ def forward_inputs(model: nn.Module, batch: Batch, device: torch.device) -> dict
     """Return the arguments of the model's forward, on ``device``.
 
     Models with random numbers in forward get ``sample_keys``. GPT, which has attention kernels, gets document bounds,
-    and in training the noise of ``--train.neftune_alpha``.
+    and in training the noise of ``--train.neftune_alpha`` and ``--lora_dropout``.
     """
     module: Any = original_module(model)
     forward = type(module).forward
     is_gpt = forward is GPT.forward
     inputs = batch.inputs(device, "sample_keys" in _parameters(forward), with_bounds=is_gpt)
-    if is_gpt and module.training and (alpha := module.execution.neftune_alpha):
-        return inputs | {"noise": EmbeddingNoise(alpha, module.seed, tuple(batch.sample_keys))}
+    if is_gpt and module.training and (module.execution.neftune_alpha or module.has_dropout):
+        noise = SampleNoise(module.execution.neftune_alpha, module.seed, tuple(batch.sample_keys))
+        return inputs | {"noise": noise}
     return inputs
 
 

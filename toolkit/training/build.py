@@ -135,7 +135,10 @@ def restore(checkpointer: Checkpointer, folder: Path) -> None:
     checkpointer.restore(folder, progress.step)
     set_learning_rate(checkpointer.optimizer, schedule.learning_rate(max(progress.step - 1, 0), progress.seconds))
     report(f"resuming from {folder}: step {progress.step}, {progress.tokens:,} tokens")
-    old, new = read_meta(folder)["schedule"], asdict(schedule)
+    meta = read_meta(folder)
+    if launch.args.lora is not None and launch.args.lora.dropout and "keyed_dropout" not in meta:
+        report("note: an older version wrote this checkpoint: --lora_dropout continues with other random numbers")
+    old, new = meta["schedule"], asdict(schedule)
     changes = [
         f"{name} {_format_value(old.get(name))} -> {_format_value(new[name])}"
         for name in new

@@ -197,6 +197,7 @@ class Checkpointer:
         snapshot.progress.metrics_crc = rows_crc(args.run_dir / "logs" / "metrics.csv", rows)
         meta = {
             "format_version": FORMAT_VERSION,
+            "keyed_dropout": True,
             **asdict(snapshot.progress),
             # 0: as in toolkit 0.1.0, see toolkit.data.text.documents
             "document_ends": int(any(getattr(part, "add_bos", None) is not None for part in data_modules(args.data))),

@@ -10,8 +10,8 @@ def short_run_args(args: RunArgs, steps: int, out_dir: str) -> RunArgs:
     """Return the arguments of the first ``steps`` optimizer steps of a run.
 
     Model, data, batch, precision, strategy and optimizer do not change. The learning rate is at its peak from the first
-    step, so the weights change. LoRA dropout is 0, because its random numbers differ by rank. There are no validations,
-    checkpoints, loggers, samples or profiles. ``out_dir`` is an empty folder for callbacks that write there.
+    step, so the weights change. There are no validations, checkpoints, loggers, samples or profiles. ``out_dir`` is an
+    empty folder for callbacks that write there.
     """
     train = replace(
         args.train, max_steps=steps, max_tokens=None, epochs=None, max_time=None, lr_schedule="constant", min_lr=AUTO,
@@ -21,7 +21,7 @@ def short_run_args(args: RunArgs, steps: int, out_dir: str) -> RunArgs:
     return replace(
         args, train=train, eval=EvalArgs(interval=0, final_validation=False), out_dir=out_dir, staging_dir=None,
         resume=False, logger_name="csv", log=LogArgs(), fsdp=replace(args.fsdp, state_dict_type="full"),
-        profile=False, profiler=ProfilerArgs(), lora=None if args.lora is None else replace(args.lora, dropout=0.0),
+        profile=False, profiler=ProfilerArgs(),
     )  # fmt: skip
 
 

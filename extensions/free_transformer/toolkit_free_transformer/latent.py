@@ -11,24 +11,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from toolkit.models import keyed_random
 from toolkit.models.loss import chunk_rows
 
 POSTERIOR, PRIOR = 0, 1
 """Random number streams."""
-
-# As signed 64-bit integers: the golden ratio, and the multipliers of splitmix64's finalizer (Steele, Lea, Flood 2014).
-_GOLDEN, _FIRST, _SECOND = (x - (1 << 64) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-
-
-def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _mix(x: Tensor) -> Tensor:
-    x = (x ^ _shift(x, 30)) * _FIRST
-    x = (x ^ _shift(x, 27)) * _SECOND
-    return x ^ _shift(x, 31)
 
 
 def uniform(seed: int, stream: int, keys: Tensor, positions: Tensor, bits: int) -> Tensor:
@@ -43,11 +30,7 @@ def uniform(seed: int, stream: int, keys: Tensor, positions: Tensor, bits: int) 
         positions: (T,) int64 positions in the row.
         bits: Numbers per position.
     """
-    state = _mix(torch.full_like(keys, seed % (1 << 62)) * 2 + stream + _GOLDEN)
-    state = _mix(state + (keys + 1) * _GOLDEN)[:, None]
-    state = _mix(state + (positions + 1) * _GOLDEN)[..., None]
-    state = _mix(state + (torch.arange(bits, device=keys.device) + 1) * _GOLDEN)
-    return _shift(state, 40).to(torch.float32) * 2.0**-24
+    return keyed_random.uniform(keyed_random.token_bits(seed, stream, keys, positions), bits)
 
 
 def pack(bits: Tensor) -> Tensor:
