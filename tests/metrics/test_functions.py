@@ -3,6 +3,7 @@
 import math
 import os
 import random
+import re
 import select
 import sys
 
@@ -58,13 +59,68 @@ def test_matches():
         ("regex", r"\d{4}", "in 1789, or 1790", "1789", True),
         ("regex", r"\d{4}", "unknown", "1789", False),
         ("regex", r"\d{4}", "in 1789", None, True),
-        ("json_valid", None, ' {"a": [1]}\n', None, True),
-        ("json_valid", None, "```json\n{}\n```", None, False),
-        ("json_valid", None, "[" * 100_000, None, False),
         # rouge-score: 3 of 4 and 5 words
         ("rouge_l", None, "The cat, sat down", "a CAT sat down isn't", pytest.approx(0.6)),
         ("rouge_l", None, "", "", 0.0),
     ])  # fmt: skip
+
+
+def test_numbers_by_the_grammar_of_the_page():
+    """Values as in Python's arithmetic, of the last number of the text."""
+
+    def check(text, value):
+        is_equal = functions.number([text, text], [str(value), str(value + 1)], [{}, {}])
+        assert is_equal == {"number": [True, False]}, functions._last_number(text)
+
+    check_each(check, [
+        ("1e-3", 0.001), ("1E-3 m", 0.001), ("1e5", 100_000), (".5", 0.5), ("-.5", -0.5), ("1/2", 0.5),
+        ("-3/4.", -0.75), ("05/06/2024", 2024), ("1/0", 0), ("2024-05-06", 6), ("5-3", 3), ("1\u22122", 2),
+        ("COVID-19", 19), ("(2)-3", 3), ("\u22125", -5), ("x=-5", -5), ("**-7**", -7), ("-$5", -5), ("$-5", -5),
+        ("\u20ac1,250.50", 1250.5), ("50%", 50), ("(1,2)", 2), ("1,,2", 2), ("1,2345", 2345), ("No.5", 5),
+        ("so...5", 5), ("5.", 5), ("v1.2.3", 3),
+        ("9" * 5000 + " 4", 4), ("1e99999", 99999),
+    ])  # fmt: skip
+    for one, other in (("1e309", "1e310"), ("9" * 5000, "8" * 5000), ("1e-400", "0"), ("0.1", "0.10000000000000001")):
+        assert functions.number([one, one], [one, other], [{}, {}]) == {"number": [True, False]}
+
+
+@pytest.mark.slow  # lm-eval takes seconds to import
+def test_numbers_are_those_of_lm_eval_s_flexible_extract():
+    """With the normalization of gsm8k. It reads neither exponents nor fractions, and a hyphen as a sign."""
+    filters = pytest.importorskip("lm_eval.filters.extraction")
+    extract = filters.RegexFilter(r"(-?[$0-9.,]{2,})|(-?[0-9]+)", group_select=-1)
+    draw = random.Random(0)
+    texts = [
+        f"{draw.choice(['so ', '= ', '#### ', '(', ''])}{draw.choice(['', '-'])}{draw.choice(['', '$'])}{number}{end}"
+        for number in ("7", "42", "1,250", "1,250,000", "3.25", "0.5", "12.0", "-8")
+        for end in (" apples", "", ".", "%", ")", " and so on", "\n")
+        if not number.startswith("-")
+    ]
+    (found,) = zip(*extract.apply([[text] for text in texts], [{}] * len(texts)), strict=True)
+    theirs = [text.replace(",", "").replace("$", "").removesuffix(".") for text in found]
+    assert functions.number(texts, theirs, [{}] * len(texts))["number"] == [True] * len(texts) and len(set(theirs)) > 8
+
+
+def test_json_is_that_of_rfc_8259():
+    def check(text, is_valid):
+        assert functions.json_valid([text], [None], [{}]) == {"json_valid": [is_valid]}
+
+    check_each(check, [
+        (' {"a": [1]}\n', True), ('"text"', True), ("null", True), ("1" * 5000, True), ("-0.5e-3", True),
+        ("1e999", True), ("[" * 900 + "]" * 900, True), ("[" * 100_000, False),
+        ("```json\n{}\n```", False), ("", False), ("\n", False),
+        ("NaN", False), ("-Infinity", False), ('{"a": NaN}', False), ("[Infinity]", False), ("[1,]", False),
+        ("{'a': 1}", False), ("01", False), ('"\t"', False), ("\ufeff{}", False), ("{} {}", False),
+    ])  # fmt: skip
+
+
+def test_an_answer_without_a_reference_is_an_error_and_an_empty_answer_is_wrong():
+    for name in ("exact_match", "number", "rouge_l"):
+        with pytest.raises(ValueError, match="row 2 has no reference"):
+            getattr(functions, name)(["\n", ""], ["5", None], [{}] * 2)
+        assert getattr(functions, name)(["", "\n\n"], ["5"] * 2, [{}] * 2) == {name: [False, False]}
+    with pytest.raises(ValueError, match="row 1 has no reference"):
+        functions.choice([[0.0, 1.0]], [None], [{"choices": ["a", "b"]}])
 
 
 def test_choice_compares_sums_and_sums_per_character():
@@ -124,4 +180,14 @@ def test_entries_are_parsed():
         ("m:f()", "use "),
     ):
         with pytest.raises(UserError, match=f"--eval.metric {entry[:1]}.*no such metric.*{hint}"):
+            parse_metrics(entry)
+    for entry, reason in (
+        ("regex:", "the pattern matches an empty answer"),
+        ("regex:a*", "the pattern matches an empty answer"),
+        ("regex:(", "missing )"),
+        ("check:", "has no command; write check:COMMAND"),
+        ("check:'a", "No closing quotation"),
+        ("reward", "has no folder; write reward:FOLDER"),
+    ):
+        with pytest.raises(UserError, match=re.escape(f"--eval.metric {entry}: {reason}")):
             parse_metrics(entry)

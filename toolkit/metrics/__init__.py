@@ -2,11 +2,11 @@
 
 A metric is a function ``(answers, references, rows)``:
 
-- answers: The generated text of each row. A function with an attribute ``needs_log_probs = True`` gets instead, for
-  each row, the log-probability in nats of each of the row's ``choices``, given the prompt.
+- answers: The generated text of each row.
 - references: The answer in the data of each row; None without one.
-- rows: The rows as they are in the file, as dictionaries. A function with an attribute ``needs_prompts = True`` gets
-  instead what the model was asked: dictionaries with ``messages``, ``tools`` or None, and ``where``, file and row.
+- rows: The rows as they are in the file, as dictionaries.
+
+A function declares by attributes, see :class:`Traits`, that it needs others, and whether the highest value is the best.
 
 It returns a dictionary. A list with a number for each row gives the mean and its standard error, a number is taken as
 it is. A text after the name in ``--eval.metric NAME:TEXT`` is the function's fourth argument.
@@ -15,6 +15,8 @@ Functions run in a process that does nothing else (:mod:`toolkit.metrics.process
 the training process.
 """
 
+import re
+import shlex
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -27,6 +29,29 @@ METRICS = {
     for name in ("exact_match", "choice", "number", "regex", "json_valid", "rouge_l", "check", "reward")
 }
 """Path of each function of this package."""
+
+
+class Traits(NamedTuple):
+    """What a function declares by attributes of these names.
+
+    Args:
+        needs_log_probs: Instead of answers it gets, for each row, the log-probability in nats of each of the row's
+            ``choices``, given the prompt.
+        needs_prompts: Instead of rows it gets what the model was asked: dictionaries with ``messages``, ``tools`` or
+            None, and ``where``, file and row.
+        needs_references: A row without a reference ends the run before it starts.
+        higher_is_better: Whether the highest value is the best one; for several names, a dictionary.
+    """
+
+    needs_log_probs: bool = False
+    needs_prompts: bool = False
+    needs_references: bool = False
+    higher_is_better: bool | dict[str, bool | None] | None = None
+
+
+def direction_of(higher_is_better: bool | dict[str, bool | None] | None, name: str) -> bool | None:
+    """Return whether the highest value of a metric is the best one; None if unknown."""
+    return higher_is_better.get(name) if isinstance(higher_is_better, dict) else higher_is_better
 
 
 class Metric(NamedTuple):
@@ -54,6 +79,8 @@ def parse_metrics(value: str | Sequence[str] | None) -> list[Metric]:
         name, colon, argument = entry.partition(":")
         if name in paths:
             metric = Metric(entry, paths[name], argument if colon else None)
+            if paths[name] == METRICS.get(name):
+                _require_argument(entry, name, argument)
         elif name.replace(".", "").isidentifier() and argument.isidentifier():
             metric = Metric(entry, f"{name}.{argument}")
         else:
@@ -62,3 +89,19 @@ def parse_metrics(value: str | Sequence[str] | None) -> list[Metric]:
         n = sum(other.path == metric.path for other in metrics)
         metrics.append(metric._replace(suffix=f"_{n + 1}" if n else ""))
     return metrics
+
+
+def _require_argument(entry: str, name: str, argument: str) -> None:
+    """Raise UserError if a function of this package cannot use the text after its name."""
+    fix = ""
+    try:
+        if name == "regex" and re.compile(argument).search(""):
+            fix = "the pattern matches an empty answer, so every answer would be right; write regex:PATTERN"
+        elif name == "check" and not shlex.split(argument):
+            fix = "has no command; write check:COMMAND, such as check:'python checker.py'"
+        elif name == "reward" and not argument:
+            fix = "has no folder; write reward:FOLDER, a checkpoint of a reward model"
+    except (re.error, ValueError) as error:
+        fix = str(error)
+    if fix:
+        raise UserError(f"--eval.metric {entry}: {fix}")

@@ -12,6 +12,8 @@ import subprocess
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from decimal import Decimal
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
@@ -24,22 +26,34 @@ Scores = dict[str, list[float]]
 CHECK_SECONDS = 10.0
 """Time limit of a checker per answer."""
 _BATCH_SIZE = 8  # of a reward model
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+_NUMBER = re.compile(
+    r"((?<![^\W_])(?<![)\]])[-\u2212])?[$€£]?"  # no sign after a letter, digit or bracket: 5-3, 2024-05-06, Apollo-11
+    r"((?<![\d/])\d+/0*[1-9]\d*(?![\d/]|\.\d)"  # not in a date
+    r"|(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+\u2212]?\d{1,4}(?!\d))?"
+    r"|(?<![\w.])\.\d+(?:[eE][-+\u2212]?\d{1,4}(?!\d))?)"
+)
 
 
-def _by_row(score: Callable[[str, str | None], float]) -> Callable[..., Scores]:
+def _by_row(score: Callable[[str, str], float]) -> Callable[..., Scores]:
     """Return the metric whose values are ``score(answer, reference)`` of each row."""
 
     def metric(answers: Sequence[str], references: References, rows: Rows) -> Scores:
-        return {score.__name__: list(map(score, answers, references))}
+        return {score.__name__: list(map(score, answers, _require(references)))}
 
+    metric.needs_references = metric.higher_is_better = True  # type: ignore[attr-defined]
     return metric
 
 
+def _require(references: References) -> Sequence[Any]:
+    if None in references:
+        raise ValueError(f"row {references.index(None) + 1} has no reference")
+    return references
+
+
 @_by_row
-def exact_match(answer: str, reference: str | None) -> bool:
+def exact_match(answer: str, reference: str) -> bool:
     """Whether the answer equals the reference, without whitespace around them."""
-    return answer.strip() == (reference or "").strip()
+    return answer.strip() == reference.strip()
 
 
 def choice(log_probs: Sequence[Sequence[float]], references: References, rows: Rows) -> Scores:
@@ -48,27 +62,38 @@ def choice(log_probs: Sequence[Sequence[float]], references: References, rows: R
     The second divides log-probabilities by the lengths of the choices, as ``acc_norm`` of lm-eval.
     """
     scores: Scores = {"choice": [], "choice_norm": []}
-    for values, reference, row in zip(log_probs, references, rows, strict=True):
+    for values, reference, row in zip(log_probs, _require(references), rows, strict=True):
         choices = row["choices"]
-        correct = [text.strip() for text in choices].index((reference or "").strip())
+        correct = [text.strip() for text in choices].index(reference.strip())
         by_length = [value / max(1, len(text)) for value, text in zip(values, choices, strict=True)]
         scores["choice"].append(values.index(max(values)) == correct)
         scores["choice_norm"].append(by_length.index(max(by_length)) == correct)
     return scores
 
 
-choice.needs_log_probs = True  # type: ignore[attr-defined]
+choice.needs_log_probs = choice.needs_references = choice.higher_is_better = True  # type: ignore[attr-defined]
 
 
 @_by_row
-def number(answer: str, reference: str | None) -> bool:
-    """Whether the last number of the answer equals the last number of the reference; 1,000.0 equals 1000."""
+def number(answer: str, reference: str) -> bool:
+    """Whether the last number of the answer equals the last number of the reference, exactly: 1,000.0 equals 1000.
+
+    A number has a minus, unless a letter, a digit or a closing bracket stands right before it, a currency sign, digits
+    with or without commas between groups of three, decimals and an exponent; or it is a fraction of integers.
+    """
     return _last_number(answer) == _last_number(reference) is not None
 
 
-def _last_number(text: str | None) -> float | None:
-    numbers = _NUMBER.findall(text or "")
-    return float(numbers[-1].replace(",", "")) if numbers else None
+def _last_number(text: str) -> Fraction | None:
+    numbers = _NUMBER.findall(text)
+    if not numbers:
+        return None
+    sign, digits = numbers[-1]
+    # Decimal reads any number of digits
+    above, below = (
+        Fraction(Decimal(part)) for part in (digits + "/1").replace(",", "").replace("\u2212", "-").split("/")[:2]
+    )
+    return (-1 if sign else 1) * above / below
 
 
 def regex(answers: Sequence[str], references: References, rows: Rows, pattern: str) -> Scores:
@@ -93,20 +118,26 @@ def regex(answers: Sequence[str], references: References, rows: Rows, pattern: s
     return {"regex": list(map(is_equal, answers, references))}
 
 
-@_by_row
-def json_valid(answer: str, reference: str | None) -> bool:
-    """Whether the answer is one JSON value."""
-    try:
-        json.loads(answer)
-    except (ValueError, RecursionError):
-        return False
-    return True
+def json_valid(answers: Sequence[str], references: References, rows: Rows) -> Scores:
+    """Whether the answer is one JSON value as RFC 8259 has it, with at most about 900 levels."""
+
+    def refuse(constant: str) -> Any:
+        raise ValueError(f"{constant} is not JSON")
+
+    def is_valid(answer: str) -> bool:
+        try:
+            json.loads(answer, parse_constant=refuse, parse_int=str)  # int reads 4,300 digits only
+        except (ValueError, RecursionError):
+            return False
+        return True
+
+    return {"json_valid": list(map(is_valid, answers))}
 
 
 @_by_row
-def rouge_l(answer: str, reference: str | None) -> float:
+def rouge_l(answer: str, reference: str) -> float:
     """ROUGE-L: F1 of the longest common subsequence of words (Lin, 2004), as rouge-score without stemmer."""
-    one, other = (re.findall("[a-z0-9]+", (text or "").lower()) for text in (answer, reference))
+    one, other = (re.findall("[a-z0-9]+", text.lower()) for text in (answer, reference))
     lengths = [0] * (len(other) + 1)  # of the longest common subsequence of the words so far and other[:i]
     for word in one:
         previous = 0
@@ -158,7 +189,8 @@ def reward(answers: Sequence[str], references: References, prompts: Rows, folder
     return {"reward": [predictions[0] for part in parts for predictions in scorer.predict(part)]}
 
 
-reward.needs_prompts = True  # type: ignore[attr-defined]
+reward.needs_prompts = reward.higher_is_better = True  # type: ignore[attr-defined]
+regex.higher_is_better = json_valid.higher_is_better = check.higher_is_better = True  # type: ignore[attr-defined]
 
 
 @lru_cache(1)
