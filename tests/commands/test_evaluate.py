@@ -12,6 +12,7 @@ import yaml
 from helpers.cases import slow_except
 from helpers.lm_eval_tasks import write_tasks
 from helpers.sealing import seal
+from helpers.small_runs import write_base
 from helpers.talker import make_talker
 from helpers.tiny_configs import PHI3, longrope
 
@@ -73,6 +74,7 @@ def test_task_results_match_lm_eval_on_the_export(settings, talker, task, tmp_pa
     flags = [word for name, value in settings.items() for word in (f"--{name}", str(value).lower())]
     capsys.readouterr()
     native = results(capsys, talker, "--tasks", "choose,say", "--include_path", task, *flags)
+    assert native["higher_is_better"] == reference["higher_is_better"]
     for name, metrics in (("choose", ("acc", "acc_norm", "acc_stderr")), ("say", ("exact_match",))):
         for metric in metrics:
             assert native["tasks"][name][metric] == pytest.approx(reference["results"][name][f"{metric},none"])
@@ -248,6 +250,28 @@ def test_adapters_on_the_data_of_their_run(talker, tmp_path, capsys):
     assert base["sequences"] == found["sequences"] == 6 and base["loss"] > expected
 
 
+def test_metrics_of_a_file_need_no_data_of_a_run(talker, tmp_path, capsys):
+    """The talker's answers are known by heart."""
+    (tmp_path / "asked.jsonl").write_text(
+        "".join(json.dumps({"prompt": q, "completion": "zwei 🎉"}) + "\n" for q in "123")
+    )
+    found = results(
+        capsys, talker, "--eval.metric", "exact_match,rouge_l", "--eval.metric_data", tmp_path / "asked.jsonl"
+    )
+    assert found["exact_match"] == found["rouge_l"] == pytest.approx(1 / 3)
+    assert found["prompts"] == 3 and found["data"] == str(tmp_path / "asked.jsonl")
+
+
+def test_a_head_writes_no_text(corpus, tmp_path, capsys):
+    head = {"head": "reward", "labels": ["reward"], "tie_embeddings": False}
+    folder = str(write_base(tmp_path, corpus, **head))
+    for option in (["--tasks", "say"], ["--eval.metric", "json_valid"]):
+        assert main(["evaluate", folder, *option, "--accelerator", "cpu"]) == 2
+        assert (
+            f"{' '.join(option)}: the model has a reward head and writes no text; remove it" in capsys.readouterr().err
+        )
+
+
 def test_checkpoint_without_recorded_data(talker, capsys):
     data, length = data_of_run(talker, trust=False)
     assert isinstance(data, PythonStdlib) and length is None
@@ -277,6 +301,20 @@ def test_task_keeps_its_own_num_fewshot(talker, task, tmp_path, capsys):
         (["--tasks", "choose", "--split", "train"], "--split train: has no effect with --tasks; remove it"),
         (["--tasks", "choose", "--data", "PythonStdlib"], "--data PythonStdlib: has no effect with --tasks"),
         (["--limit", "3"], "--limit 3.0: requires --tasks; remove it"),
+        (
+            ["--eval.metric", "rouge_l", "--tasks", "say"],
+            "--eval.metric rouge_l: has no effect with --tasks",
+        ),
+        (
+            ["--eval.metric", "rouge_l", "--split", "train"],
+            "--split train: has no effect with --eval.metric",
+        ),
+        (["--eval.metric_rows", "3"], "--eval.metric_rows 3: has no effect without --eval.metric"),
+        (
+            ["--eval.metric", "rouge_l", "--data", "PythonStdlib"],
+            "is no instruction data; give --eval.metric_data",
+        ),
+        (["--eval.metric", "rouge"], "--eval.metric rouge: no such metric; did you mean 'rouge_l'?"),
         (["--tasks", "choose", "--limit", "-1"], "--limit -1.0: must be greater than zero"),
         (["--tasks", "choose", "--num_fewshot", "-1"], "--num_fewshot -1: must not be negative"),
         (["--micro_batch_size", "0"], "--micro_batch_size 0: must be greater than zero"),

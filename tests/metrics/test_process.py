@@ -13,7 +13,7 @@ from helpers.cases import check_each
 
 from toolkit.config import EvalArgs
 from toolkit.errors import UserError
-from toolkit.metrics import METRICS, Metric, parse_metrics, process, worker
+from toolkit.metrics import METRICS, Metric, Traits, parse_metrics, process, worker
 from toolkit.metrics.process import MetricProcess, check_metrics
 
 MODULE = textwrap.dedent("""
@@ -44,6 +44,9 @@ MODULE = textwrap.dedent("""
     def dies(*_):
         os._exit(7)
 
+    def killed(*_):
+        os.kill(os.getpid(), 9)
+
     def sleeps(*_):
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         time.sleep(600)
@@ -58,6 +61,10 @@ MODULE = textwrap.dedent("""
     def nan(*_):
         return {"m": float("nan")}
 
+    def guessed(*_):
+        return {"m": 1}
+
+    guessed.higher_is_better = "yes"
     one_argument = lambda answers: {}
     not_callable = {}
 """)
@@ -96,10 +103,10 @@ def test_a_function_runs_in_a_process_of_its_own(start, capfd):
 
 def test_a_function_with_two_arguments_has_two_names():
     values = {}
-    for metric in parse_metrics(["regex:a", "rouge_l", "regex:b"]):
+    for metric in parse_metrics(["regex:[ab]", "rouge_l", "regex:c"]):
         with closing(MetricProcess(metric, 60.0)) as started:
-            values |= started.call(["a"], [None], [{}])
-    assert values == {"regex": [1.0], "rouge_l": [0.0], "regex_2": [0.0]}
+            values |= started.call(["a"], ["b"], [{}])
+    assert values == {"regex": [0.0], "rouge_l": [0.0], "regex_2": [0.0]}
 
 
 def test_hostile_functions_end_in_one_line(start, monkeypatch):
@@ -110,12 +117,14 @@ def test_hostile_functions_end_in_one_line(start, monkeypatch):
         with pytest.raises(UserError) as caught:
             start(name).call(["a"], [None], [{}])
         line = str(caught.value)
+        assert caught.value.exit_code == (1 if name == "killed" else 2)
         assert line.startswith(f"--eval.metric my_metrics:{name}: ") and reason in line
         assert "\n" not in line and len(line) < 800
 
     check_each(check, [
         ("raises", "ValueError: no way"), ("exits", "SystemExit: 3"), ("mute", "Mute: Mute"),
         ("interrupts", "KeyboardInterrupt"), ("dies", "its process ended (exit code 7)"),
+        ("killed", "its process was killed by SIGKILL"), ("guessed", "higher_is_better is 'yes', not True, False"),
         ("prints", "printed more than 100,000 bytes"), ("large", "m is str, not a number"),
         ("one_argument", "too many positional arguments; it is called with (answers, references, rows)"),
         ("not_callable", "my_metrics.not_callable is not a function"),
@@ -170,12 +179,13 @@ def test_what_cannot_be_loaded_is_named_before_a_run(start, tmp_path):
         ({"metric": "my_metrics:nothing"}, "AttributeError: my_metrics has no nothing"),
         ({"metric": "broken:f"}, "--eval.metric broken:f: ModuleNotFoundError: No module named 'no_such_package'"),
         ({"metric": "leaving:f"}, "ImportError: leaving calls sys.exit(0) when it is imported"),
-        ({"metric": "regex"}, "--eval.metric regex: TypeError: missing a required argument: 'pattern'"),
+        ({"metric": "regex"}, "--eval.metric regex: the pattern matches an empty answer, so every"),
         ({"metric": "rouge_l:x"}, "--eval.metric rouge_l:x: TypeError: too many positional arguments"),
         ({"metric": "choice", "metric_data": "no.json"}, "--eval.metric_data no.json: no such file"),
     ])  # fmt: skip
     with pytest.raises(UserError, match="--eval.metric_data a.json: has no effect without --eval.metric"):
         EvalArgs(metric_data="a.json")
     choice = MetricProcess(Metric("choice", METRICS["choice"]), 60.0)
-    assert choice.needs_log_probs and not start("good").needs_log_probs
+    assert choice.traits == Traits(needs_log_probs=True, needs_references=True, higher_is_better=True)
+    assert start("good").traits == Traits()
     choice.close()

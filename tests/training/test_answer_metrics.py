@@ -34,7 +34,7 @@ MODULE = textwrap.dedent("""
     def log_prob(log_probs, references, rows):
         return {"first": [values[0] for values in log_probs]}
 
-    log_prob.needs_log_probs = True
+    log_prob.needs_log_probs = log_prob.higher_is_better = True
 
     def fails_later(answers, references, rows):
         if len(answers) > 2:
@@ -82,13 +82,16 @@ def flags(base, tmp_path, monkeypatch) -> list[str]:
 METRIC = ["--eval.metric", "my_metrics:crc,my_metrics:log_prob,choice", "--eval.metric_new_tokens", "12"]
 
 
+VALIDATED = ("val_crc", "val_crc_stderr", "val_first", "val_first_stderr", "val_choice", "val_rows")
+
+
 def columns(out: Path, *names: str) -> list[tuple[str, ...]]:
     with open(out / "logs" / "metrics.csv", newline="") as file:
         return [tuple(row[name] for name in names) for row in csv.DictReader(file)]
 
 
 def measured(out: Path) -> list[tuple[str, ...]]:
-    return columns(out, "step", "val_crc", "val_crc_stderr", "val_first", "val_first_stderr", "val_choice", "val_rows")
+    return columns(out, "step", *VALIDATED)
 
 
 def answers(out: Path) -> list[dict]:
@@ -96,14 +99,17 @@ def answers(out: Path) -> list[dict]:
     return [json.loads(line, parse_constant=pytest.fail) for line in lines]
 
 
-def test_metrics_do_not_affect_training_are_resumed_and_decide(flags, tmp_path, capsys):
+def test_metrics_do_not_affect_training_are_resumed_and_decide(flags, tmp_path, capsys, monkeypatch):
     """With dropout, whose random numbers the answers must not change."""
+    monkeypatch.setattr("toolkit.metrics.answers._SLOW_START_S", 0.0)
     flags = [*flags, "--lora_dropout", "0.2", "--train.keep_best", "true", "--train.save_interval", "3"]
     assert main(["finetune_lora", *flags, "--out_dir", "without"]) == 0
     by_metric = [*flags, *METRIC, "--eval.best_by", "first", "--eval.initial_validation", "true"]
     assert main(["finetune_lora", *by_metric, "--out_dir", "with"]) == 0
     shown = capsys.readouterr().out
     assert "first -" in shown and "--eval.metric took " in shown
+    assert "--eval.metric my_metrics:crc: still starting" in shown
+    assert "best/ is the checkpoint with the highest val_first; --eval.best_mode min for the lowest\n" in shown
     with_, without = tmp_path / "with", tmp_path / "without"
     losses = ("step", "loss", "val_loss")
     assert columns(with_, *losses)[1:] == columns(without, *losses)
@@ -114,6 +120,14 @@ def test_metrics_do_not_affect_training_are_resumed_and_decide(flags, tmp_path, 
     assert main(["finetune_lora", *by_metric, "--out_dir", "resumed", "--resume", "true"]) == 0
     assert measured(tmp_path / "resumed")[-1] == measured(with_)[-1]
     assert answers(tmp_path / "resumed") == answers(with_) and len(answers(with_)) == ROWS // 2
+
+    # the finished adapters, by toolkit evaluate: what the last validation has
+    capsys.readouterr()
+    words = ["evaluate", "with/final", *METRIC, "--format", "json", "--accelerator", "cpu"]
+    assert main([*words, "--trust_checkpoint_data", "true"]) == 0
+    evaluated = json.loads(capsys.readouterr().out)
+    assert tuple(str(evaluated[name.removeprefix("val_")]) for name in VALIDATED) == measured(with_)[-1][1:]
+    assert (evaluated["prompts"], evaluated["data"]) == (ROWS // 2, "JSON, val")
 
     # the oracles: other code that generates from a checkpoint, and the loss of a row
     final = tmp_path / "with" / "final"
@@ -150,6 +164,11 @@ def test_mistakes_are_one_line_before_training(flags, capsys):
         (["rouge_l", "--eval.interval", "0", "--eval.final_validation", "false"], "is not supported with a run"),
         (["rouge_l", "--data.val_split_fraction", "0"], "has no held-out rows with answers; give --eval.metric_data"),
         (["check:no-such-command"], "--eval.metric check:no-such-command: FileNotFoundError: "),
+        (["reward:none"], "--eval.metric reward:none: checkpoint_dir none: no such folder"),
+        (
+            ["my_metrics:crc", "--train.keep_best", "true", "--eval.best_by", "crc"],
+            "--eval.best_by val_crc: does not say whether the highest or the lowest value is the best; add",
+        ),
     ):  # fmt: skip
         capsys.readouterr()
         assert main(["finetune_full", *flags, "--out_dir", "bad", "--eval.metric", *more]) == 2, more
@@ -157,7 +176,14 @@ def test_mistakes_are_one_line_before_training(flags, capsys):
         assert message in error[-1] and "Traceback" not in "".join(error)
         assert not Path("bad", "logs").exists()
     assert main(["finetune_full", *flags, "--out_dir", "bad", "--eval.metric", "my_metrics:renames_later"]) == 2
-    assert "--eval.metric: val_few is returned for some rows only" in capsys.readouterr().err
+    changed = "--eval.metric: few is missing, but was returned for the first rows; always return the same names"
+    assert changed in capsys.readouterr().err
+    Path("asked.jsonl").write_text('{"prompt": "token"}\n' * 2)
+    for metric in ("exact_match", "number", "rouge_l"):
+        more = ["--eval.metric", metric, "--eval.metric_data", "asked.jsonl"]
+        assert main(["finetune_full", *flags, "--out_dir", "asked", *more]) == 2
+        line = f"--eval.metric {metric}: asked.jsonl line 1: has no answer to compare with; add one, or remove the row"
+        assert line in capsys.readouterr().err
 
 
 def test_s6_ranks_divide_the_prompts_and_agree_with_one(flags, tmp_path, request):
@@ -215,6 +241,9 @@ def test_columns_of_tasks():
         "arc_easy": {"acc": 0.5, "acc_stderr": 0.1, "num_fewshot": 0, "samples": 3},
         "gsm8k": {"exact_match,strict-match": 1, "exact_match_stderr,strict-match": 0.0, "samples": 3},
     }
+    higher = {"arc_easy": {"acc": True, "word_perplexity": False}, "gsm8k": {"exact_match": True}}
+    names = {"val_arc_easy_acc": True, "val_arc_easy_acc_stderr": None, "val_gsm8k_exact_match_strict-match": True}
+    assert names.items() <= tasks.directions_of(results, higher).items()
     assert tasks.columns_of(results) == {
         "val_arc_easy_acc": 0.5, "val_arc_easy_acc_stderr": 0.1,
         "val_gsm8k_exact_match_strict-match": 1.0, "val_gsm8k_exact_match_strict-match_stderr": 0.0,

@@ -93,6 +93,7 @@ MODULE = textwrap.dedent("""
 
     class Scores(toolkit.Callback):
         columns = ("val_my_score", "val_my_score_stderr")
+        higher_is_better = {"val_my_score": True}
 
         def __init__(self, prefix="val_"):
             self.prefix = prefix
@@ -276,6 +277,7 @@ def test_metrics_of_callbacks_are_shown_and_decide_and_resume(pretrain, tmp_path
     assert pretrain(*flags, steps=4) == 0  # after the best: one of two validations
     out = tmp_path / "run"
     shown = capsys.readouterr().out.splitlines()
+    assert "best/ is the checkpoint with the highest val_my_score; --eval.best_mode min for the lowest" in shown
     assert [line.rpartition(" | ")[2] for line in shown if "| validation " in line] == [
         f"validation my score {score} ± 0.01" for score in ("nan", "0.2", "0.5", "0.3")
     ]
@@ -305,6 +307,7 @@ def test_metrics_of_callbacks_are_shown_and_decide_and_resume(pretrain, tmp_path
     [
         (["--eval.best_by", "my_scre"], 2, "--eval.best_by val_my_scre: no metric of this run's validations has this"),
         (["--eval.best_by", "val_loss"], 2, "--eval.best_by val_loss: no metric"),
+        (["--eval.best_by", "my_score_stderr"], 2, "whether the highest or the lowest value is the best; add --eval.b"),
         (["--eval.best_by", "my_score", "--train.keep_best", "false"], 2, "--eval.best_by my_score has no effect with"),
         ([], 2, "--train.keep_best true: this data has no validation split"),
         (["--callbacks", '[{"class_path": "my_callbacks.Scores", "init_args": {"prefix": ""}}]', "--eval.best_by",

@@ -14,7 +14,7 @@ from toolkit.checkpoints.folder import load_model
 from toolkit.checkpoints.store import complete_checkpoints, newest, step_of
 from toolkit.checkpoints.weights import load_state
 from toolkit.cli import main
-from toolkit.training.best_metric import VAL_LOSS, BestMetric
+from toolkit.metrics.best import VAL_LOSS, BestMetric
 from toolkit.training.callbacks.best import EarlyStopping
 from toolkit.training.run import Run
 

@@ -1,4 +1,4 @@
-"""`toolkit evaluate`: loss on text, or lm-eval tasks."""
+"""`toolkit evaluate`: loss on text, metrics of answers, or lm-eval tasks."""
 
 import json
 from operator import attrgetter
@@ -6,35 +6,41 @@ from typing import Any
 
 from toolkit.checkpoints.find import find_checkpoint_dir, is_hf_folder
 from toolkit.errors import require_option
+from toolkit.metrics.process import check_metrics
 from toolkit.planning.evaluate_options import EvaluateOptions, RunData
 from toolkit.planning.options import check_files
 
-_ONLY_TEXT = ("split", "eval.max_iters", "max_seq_length", "trust_checkpoint_data")
+_ONLY_LOSS = ("split", "eval.max_iters", "micro_batch_size")
+_ONLY_TEXT = ("split", "eval.max_iters", "max_seq_length", "trust_checkpoint_data", "eval.metric")
 _ONLY_TASKS = ("num_fewshot", "limit", "include_path", "apply_chat_template")
 
 
 def setup(options: EvaluateOptions) -> None:
-    """Print loss (nats per token), perplexity and bits per byte of a checkpoint on text, or its results on lm-eval
-    tasks.
+    """Print loss (nats per token), perplexity and bits per byte of a checkpoint on text, metrics of its answers, or its
+    results on lm-eval tasks.
     """
     has_tasks, has_data = options.tasks is not None, not isinstance(options.data, RunData)
+    has_metric = options.eval.metric is not None
     defaults = EvaluateOptions(options.checkpoint_dir)
+    refused = dict.fromkeys(_ONLY_LOSS if has_metric else (), "has no effect with --eval.metric; remove it")
     why = "has no effect with --tasks; remove it" if has_tasks else "requires --tasks; remove it"
     require_option(not (has_tasks and has_data), "data", type(options.data).__name__, why)
-    for name in _ONLY_TEXT if has_tasks else _ONLY_TASKS:
+    refused |= dict.fromkeys(_ONLY_TEXT if has_tasks else _ONLY_TASKS, why)
+    for name, reason in refused.items():
         value = attrgetter(name)(options)
-        require_option(value == attrgetter(name)(defaults), name, value, why)
+        require_option(value == attrgetter(name)(defaults), name, value, reason)
     has_effect = not (options.trust_checkpoint_data and has_data)
     require_option(has_effect, "trust_checkpoint_data", True, "has no effect with --data; remove it")
     if not has_tasks or not is_hf_folder(options.checkpoint_dir):
         find_checkpoint_dir(options.checkpoint_dir)  # before PyTorch is imported
     if has_data:
         check_files(options.data, f"toolkit evaluate {options.checkpoint_dir}")
+    check_metrics(options.eval)
 
-    from toolkit.training.evaluate import evaluate, evaluate_tasks, open_checkpoint
+    from toolkit.training.evaluate import evaluate, evaluate_answers, evaluate_tasks, open_checkpoint
 
     checkpoint = open_checkpoint(options)
-    result = evaluate_tasks(checkpoint) if has_tasks else evaluate(checkpoint)
+    result = (evaluate_tasks if has_tasks else evaluate_answers if has_metric else evaluate)(checkpoint)
     if options.format == "json":
         print(json.dumps(result))
     else:

@@ -177,7 +177,42 @@ class TrainArgs:
 
 
 @dataclass(frozen=True)
-class EvalArgs:
+class MetricArgs:
+    """Metrics of answers that the model generates.
+
+    Args:
+        metric: Metrics of answers that the model generates (in training at each validation), separated by commas:
+            exact_match, choice, number, regex:PATTERN, json_valid, rouge_l, check:COMMAND, reward:FOLDER (of a reward
+            model), or MODULE:FUNCTION. See tutorials/metric.md.
+        metric_data: Prompts and references for metric: a .json, .jsonl, .csv or .parquet file with rows as in --data
+            JSON. Default: the held-out rows of instruction data.
+        metric_rows: Maximum number of prompts, evenly spaced in the data, and of questions per task; null uses all.
+        metric_new_tokens: Maximum number of tokens of an answer.
+        metric_timeout: Seconds that a metric's function may take per call, once per validation.
+    """
+
+    metric: str | list[str] | None = None
+    metric_data: str | None = None
+    metric_rows: int | None = 100
+    metric_new_tokens: int = 256
+    metric_timeout: float = 300.0
+
+    def __post_init__(self) -> None:
+        require_positive("eval", self, "metric_rows", "metric_new_tokens", "metric_timeout")
+        for name in ("metric_data", "metric_new_tokens", "metric_timeout"):
+            self._require_user(name, "metric")
+        self._require_user("metric_rows", "metric", "tasks")
+
+    def _require_user(self, name: str, *users: str) -> None:
+        """Raise UserError if an option is set, and none of the options that use it."""
+        value, used = getattr(self, name), [user for user in users if hasattr(self, user)]
+        is_used = value == getattr(type(self), name) or any(getattr(self, user) is not None for user in used)
+        needed = " or ".join(f"--eval.{user}" for user in used)
+        require_option(is_used, f"eval.{name}", value, f"has no effect without {needed}")
+
+
+@dataclass(frozen=True)
+class EvalArgs(MetricArgs):
     """Validation options.
 
     Args:
@@ -191,15 +226,7 @@ class EvalArgs:
         best_by: Metric of a validation that decides for train.keep_best and train.patience, such as val_bpb or a
             callback's. auto: val_loss.
         best_mode: Whether the highest (max) or the lowest (min) value of best_by is the best. auto: min for losses,
-            errors, val_ppl and val_bpb, otherwise max.
-        metric: Metrics of answers that the model generates at each validation, separated by commas: exact_match,
-            choice, number, regex:PATTERN, json_valid, rouge_l, check:COMMAND, reward:FOLDER (of a reward model), or
-            MODULE:FUNCTION. See tutorials/metric.md.
-        metric_data: Prompts and references for metric: a .json, .jsonl, .csv or .parquet file with rows as in --data
-            JSON. Default: the held-out rows of instruction data.
-        metric_rows: Maximum number of prompts, evenly spaced in the data, and of questions per task; null uses all.
-        metric_new_tokens: Maximum number of tokens of an answer.
-        metric_timeout: Seconds that a metric's function may take per validation.
+            errors, val_ppl and val_bpb, otherwise as the metric declares (higher_is_better).
         tasks: lm-eval tasks to run at each validation, separated by commas, in a process with transformers on a
             temporary export of the model.
         tasks_path: A folder with custom task files.
@@ -212,22 +239,14 @@ class EvalArgs:
     max_new_tokens: int | Auto = 0
     best_by: str = AUTO
     best_mode: Literal["auto", "max", "min"] = AUTO
-    metric: str | list[str] | None = None
-    metric_data: str | None = None
-    metric_rows: int | None = 100
-    metric_new_tokens: int = 256
-    metric_timeout: float = 300.0
     tasks: str | None = None
     tasks_path: str | None = None
 
     def __post_init__(self) -> None:
         require_not_negative("eval", self, "interval", "max_new_tokens")
-        require_positive("eval", self, "max_iters", "metric_rows", "metric_new_tokens", "metric_timeout")
-        users = dict.fromkeys(("metric_data", "metric_new_tokens", "metric_timeout"), ("metric",))
-        for name, used_by in {**users, "metric_rows": ("metric", "tasks"), "tasks_path": ("tasks",)}.items():
-            value, needed = getattr(self, name), " or ".join(f"--eval.{user}" for user in used_by)
-            is_used = value == getattr(EvalArgs, name) or any(getattr(self, user) is not None for user in used_by)
-            require_option(is_used, f"eval.{name}", value, f"has no effect without {needed}")
+        require_positive("eval", self, "max_iters")
+        super().__post_init__()
+        self._require_user("tasks_path", "tasks")
 
 
 @dataclass(frozen=True)

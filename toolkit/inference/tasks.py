@@ -14,7 +14,7 @@ import torch
 
 from toolkit.checkpoints.adapters import has_adapters_only
 from toolkit.checkpoints.find import is_hf_folder
-from toolkit.checkpoints.folder import read_model_config, require_language_model
+from toolkit.checkpoints.folder import read_model_config
 from toolkit.checkpoints.hf.export_hf import export_hf, require_transformers
 from toolkit.errors import UserError, did_you_mean, notice, one_line
 from toolkit.inference.text import require_embedded
@@ -80,7 +80,6 @@ def open_hf_folder(
         yield folder.resolve(), None
         return
     config, dtype, has_adapters = read_model_config(folder), None, has_adapters_only(folder)
-    require_language_model(config, f"checkpoint_dir {folder}")
     require_transformers(f"--tasks {tasks}", config)
     if has_adapters or quantize is not None:
         dtype = torch.bfloat16
@@ -149,8 +148,9 @@ def run_tasks(
     num_fewshot: int | None,
     limit: float | None,
     apply_chat_template: bool,
-) -> dict[str, dict[str, Any]]:
-    """Return metrics with standard errors, num_fewshot and the number of samples, by task or task group.
+) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, bool | None]]]:
+    """Return metrics with standard errors, num_fewshot and the number of samples, by task or task group; and by task
+    and metric whether the highest value is the best.
 
     Args:
         lm: The model, from :func:`load_lm`.
@@ -198,4 +198,4 @@ def run_tasks(
         metrics[name] = {key: value for key, value in named.items() if isinstance(value, int | float)}
         sizes = {"num_fewshot": results["n-shot"].get(name), "samples": samples}
         metrics[name] |= {key: value for key, value in sizes.items() if value is not None}
-    return metrics
+    return metrics, results["higher_is_better"]

@@ -13,16 +13,23 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, cast
 
-from toolkit.config import EvalArgs
-from toolkit.errors import UserError, require_option, require_package
+from toolkit.checkpoints.find import find_checkpoint_dir
+from toolkit.config.options import MetricArgs
+from toolkit.errors import UserError, require_option
 from toolkit.extension import add_cwd_to_path
 from toolkit.io.processes import exchange, start_server
 from toolkit.io.threads import call_with_timeout, run_in_thread
-from toolkit.metrics import Metric, parse_metrics
+from toolkit.metrics import METRICS, Metric, Traits, parse_metrics
 
 MAX_BYTES = 1 << 20
 """Limit of what a function may print in a call, in bytes."""
 _MAX_RESPONSE = 1 << 26
+
+
+class MetricKilledError(UserError):
+    """A signal ended a metric's process, such as that of the out-of-memory killer: the run may start again."""
+
+    exit_code = 1
 
 
 class MetricProcess:
@@ -41,9 +48,7 @@ class MetricProcess:
         add_cwd_to_path()
         self._process = start_server("toolkit.metrics.worker", subprocess.PIPE)
         self._forwarded = run_in_thread(self._forward, daemon=True)
-        loaded = self._request({"path": metric.path, "argument": metric.argument})
-        self.needs_log_probs: bool = loaded["needs_log_probs"]
-        self.needs_prompts: bool = loaded["needs_prompts"]
+        self.traits = Traits(**self._request({"path": metric.path, "argument": metric.argument}))
 
     def call(
         self, answers: Sequence[Any], references: Sequence[str | None], rows: Sequence[dict[str, Any]]
@@ -67,7 +72,7 @@ class MetricProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def _request(self, value: Any) -> dict[str, Any]:
-        self._printed = 0
+        self._printed, error_class = 0, UserError
         line = json.dumps(value, default=str).encode() + b"\n"
         try:
             answer = call_with_timeout(self._seconds, lambda: exchange(self._process, line, _MAX_RESPONSE))
@@ -78,12 +83,16 @@ class MetricProcess:
                 reason = response["error"]
             elif self._printed > MAX_BYTES:
                 reason = f"printed more than {MAX_BYTES:,} bytes"
+            elif answer:
+                reason = "returned too much"
+            elif (code := self._process.wait()) < 0:
+                error_class, reason = MetricKilledError, f"its process was killed by {signal.Signals(-code).name}"
             else:
-                reason = "returned too much" if answer else f"its process ended (exit code {self._process.wait()})"
+                reason = f"its process ended (exit code {code})"
         except TimeoutError:
             reason = f"took longer than {self._seconds:g} s (--eval.metric_timeout)"
         self.close()
-        raise UserError(f"--eval.metric {self.metric.entry}: {reason}")
+        raise error_class(f"--eval.metric {self.metric.entry}: {reason}")
 
     def _forward(self) -> None:
         """Write what the function prints to this process's stderr; end the process if it is too much."""
@@ -96,14 +105,14 @@ class MetricProcess:
             sys.stderr.write(chunk.decode(errors="replace"))
 
 
-def check_metrics(evaluation: EvalArgs) -> None:
-    """Raise UserError if a function of ``--eval.metric``, a file or a package cannot be used."""
+def check_metrics(evaluation: MetricArgs) -> None:
+    """Raise UserError if a function of ``--eval.metric``, a folder or a file cannot be used."""
     for metric in parse_metrics(evaluation.metric):
         MetricProcess(metric, evaluation.metric_timeout).close()
+        if metric.path == METRICS["reward"]:
+            find_checkpoint_dir(str(metric.argument), f"--eval.metric {metric.entry}: checkpoint_dir")
     path = evaluation.metric_data
-    require_option(path is None or Path(path).is_file(), "eval.metric_data", path, "no such file")
-    if evaluation.tasks is not None:
-        require_package(f"--eval.tasks {evaluation.tasks}", "lm_eval", "0.4.9.2")
+    require_option(path is None or Path(path).expanduser().is_file(), "eval.metric_data", path, "no such file")
 
 
 def summarize(values: dict[str, float | list[float]]) -> dict[str, float]:

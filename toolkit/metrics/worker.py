@@ -14,9 +14,8 @@ from typing import Any
 
 from toolkit.errors import UserError, one_line
 from toolkit.extension import import_object
+from toolkit.metrics import Traits
 
-NEEDS = ("needs_log_probs", "needs_prompts")
-"""Attributes of functions, see :mod:`toolkit.metrics`."""
 _MAX_NAMES = 100
 _NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
 
@@ -24,9 +23,9 @@ _NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
 def serve() -> None:
     """Read JSON Lines from stdin and write responses to stdout, until stdin closes.
 
-    The first line has the ``path`` of the function and its fourth ``argument``, or None; it is answered with what the
-    function needs. Each further line has the other arguments and is answered with ``values``. A line that failed is
-    answered with an ``error``. What the function prints goes to stderr.
+    The first line has the ``path`` of the function and its fourth ``argument``, or None; it is answered with the
+    function's :class:`Traits`. Each further line has the other arguments and is answered with ``values``. A line that
+    failed is answered with an ``error``. What the function prints goes to stderr.
     """
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -37,7 +36,7 @@ def serve() -> None:
             request = json.loads(line)
             if function is None:
                 function, more = _load(**request)
-                response: dict[str, Any] = {name: bool(getattr(function, name, False)) for name in NEEDS}
+                response: dict[str, Any] = _traits(function)._asdict()
             else:
                 response = {"values": check_values(function(*request, *more), len(request[0]))}
         except BaseException as error:  # a user's function can raise anything, SystemExit too
@@ -66,6 +65,16 @@ def _load(path: str, argument: str | None) -> tuple[Callable[..., Any], list[str
         takes = "(answers, references, rows), and a text after NAME: as the fourth argument, if it takes one"
         raise TypeError(f"{error}; it is called with {takes}") from None
     return function, more
+
+
+def _traits(function: Any) -> Traits:
+    values: Any = {name: getattr(function, name, default) for name, default in Traits._field_defaults.items()}
+    traits = Traits(**values)
+    is_higher = traits.higher_is_better
+    for value in is_higher.values() if isinstance(is_higher, dict) else [is_higher]:
+        if value not in (True, False, None):
+            raise TypeError(f"higher_is_better is {value!r:.40}, not True, False, or a dictionary of them by name")
+    return traits
 
 
 def check_values(result: Any, count: int) -> dict[str, Any]:

@@ -52,6 +52,7 @@ class Objective(ABC):
         rows_per_sample: Rows of a forward pass for each sample of a micro-batch.
         has_reference: Whether the loss compares with a reference model, see :mod:`toolkit.training.reference`.
         head: The score layer that the objective trains; None trains a language model.
+        higher_is_better: Whether the highest value is the best one, by part or metric, for ``--eval.best_by``.
         outputs: In a validation a list, to which ``sums`` may add what :meth:`metrics` needs; otherwise None.
         epochs, learning_rates: Defaults of the finetuning commands if the objective has its own; learning rates for
             adapters and for all weights.
@@ -66,6 +67,7 @@ class Objective(ABC):
     row_kind: ClassVar[RowKind] = "answers"
     rows_per_sample: ClassVar[int] = 1
     head: ClassVar[HeadName | None] = None
+    higher_is_better: ClassVar[Mapping[str, bool]] = {}
     outputs: Any = None
     epochs: ClassVar[float | None] = None
     learning_rates: ClassVar[tuple[float, float]] = (2e-4, 2e-5)

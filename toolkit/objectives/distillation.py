@@ -40,6 +40,7 @@ class Distillation(Objective):
     label_weight: float = 0.5
 
     frozen_option = "teacher_dir"
+    higher_is_better = {DIVERGENCE: False, NEXT_TOKEN: False}
 
     def __post_init__(self) -> None:
         require_positive("objective", self, "temperature")

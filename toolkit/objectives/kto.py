@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from toolkit.config.checks import require_positive
 from toolkit.models.labels import TOKENS
 from toolkit.objectives.base import LOSS, Objective, Part
-from toolkit.objectives.preference import balancing_parts, initial_log_probs, label_log_probs
+from toolkit.objectives.preference import OF_ANSWERS, balancing_parts, initial_log_probs, label_log_probs
 
 if TYPE_CHECKING:
     import torch
@@ -48,6 +48,7 @@ class KTO(Objective):
     looks_ahead = has_reference = True
     row_kind = "rated"
     epochs, learning_rates = 1.0, (5e-6, 5e-7)
+    higher_is_better = OF_ANSWERS
     _kl = 0.0
 
     def __post_init__(self) -> None:

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 LossType = Literal["sigmoid", "sigmoid_norm", "ipo", "hinge", "apo_zero"]
 PAIRS, REFERENCE, BALANCING = "pairs", "reference", "balancing_loss"
+OF_ANSWERS = {"reward_chosen": True, "reward_rejected": False, "log_prob_chosen": True, "log_prob_rejected": False}
+"""Logged of the completions; whether the highest value is the best."""
 
 
 class Answers(NamedTuple):
@@ -63,6 +65,7 @@ class PairObjective(Objective):
     normalizers = (TOKENS, PAIRS)
     rows_per_sample = 2
     epochs = 1.0
+    higher_is_better = {**OF_ANSWERS, "accuracy": True, "reward_margin": True}
     logged: ClassVar[tuple[str, ...]] = ("accuracy", "reward_chosen", "reward_rejected", "reward_margin")
 
     def parts(self, module: "nn.Module") -> tuple[Part, ...]:

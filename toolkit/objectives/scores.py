@@ -38,6 +38,7 @@ class Classification(Objective):
     """
 
     head, row_kind = "classification", "labeled"
+    higher_is_better = dict.fromkeys(("accuracy", "f1", "spearman"), True)
 
     def parts(self, module: "nn.Module") -> tuple[Part, ...]:
         return (Part(LOSS), *balancing_parts(module))

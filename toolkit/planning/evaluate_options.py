@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 
 from toolkit.config import AUTO, Accelerator, Auto, Precision
+from toolkit.config.options import MetricArgs
 from toolkit.data import DataModule, PreparedData
 
 
@@ -21,8 +22,8 @@ class RunData(DataModule):
 
 
 @dataclass(frozen=True)
-class EvalLimits:
-    """Limits of an evaluation.
+class EvalLimits(MetricArgs):
+    """Limits of an evaluation, and metrics of answers.
 
     Args:
         max_iters: Maximum number of batches of micro_batch_size; null uses all.
@@ -41,10 +42,10 @@ class EvaluateOptions:
         data: The text. Default: the data of the checkpoint's run, or PythonStdlib if unknown.
         split: Split to evaluate: val (held out) or train.
         micro_batch_size: Sequences per forward pass.
-        eval: Limits of the evaluation.
+        eval: Limits of the evaluation; with eval.metric, metrics of answers instead of the loss.
         max_seq_length: Tokens per sequence. auto: as in the run if its data is used, else the model's context length.
         trust_checkpoint_data: Without --data, use the data paths in the checkpoint's hyperparameters.yaml; a cache is
-            written there.
+            written there. Not needed with eval.metric_data.
         tokenizer_dir: A folder with a tokenizer.json. Default: the checkpoint.
         base_checkpoint_dir: Base model of the adapters. Default: the path recorded in training.
         accelerator: Device type.

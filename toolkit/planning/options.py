@@ -20,6 +20,7 @@ from toolkit.extension import add_cwd_to_path, registered
 from toolkit.io.paths import is_url
 from toolkit.io.storage import Storage
 from toolkit.metrics import parse_metrics
+from toolkit.metrics.best import check_best_by
 from toolkit.metrics.process import check_metrics
 from toolkit.models.families import DEFAULT_MODEL, get_config
 from toolkit.optim import HYBRID_OPTIMIZERS, PACKAGES, TORCH_OPTIMIZERS
@@ -52,8 +53,10 @@ def check_options(args: RunArgs) -> None:
         get_config(args.model_name or DEFAULT_MODEL).override(args.model_config)
 
 
-def check_start(args: RunArgs, *, writes: bool = True) -> None:
+def check_start(args: RunArgs, *, writes: bool = True, has_callbacks: bool = False) -> None:
     """Check processes, packages and files before a run starts, and with ``writes`` also --out_dir and --resume.
+
+    ``has_callbacks``: the run has other callbacks than those of --callbacks.
 
     Skips files in a process that a launcher started, because rank 0 may already be writing.
     """
@@ -77,7 +80,10 @@ def check_start(args: RunArgs, *, writes: bool = True) -> None:
         raise UserError(f"--data {type(data).__name__}: needs the tokenizer of the model; {hint}")
     if is_launched():
         return
+    check_best_by(args.eval, args.objective, bool(args.callbacks) or has_callbacks)
     check_metrics(args.eval)
+    if args.eval.tasks is not None:
+        require_package(f"--eval.tasks {args.eval.tasks}", "lm_eval", "0.4.9.2")
     quantize = "" if args.quantize is None else f" --quantize {args.quantize}"
     check_files(data, f"toolkit {args.command} {args.initial_checkpoint_dir}{quantize}")
     if writes and isinstance(args.resume, str) and is_url(args.resume):

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from lightning.fabric import Fabric
 
 from toolkit.checkpoints.find import is_hf_folder, with_run_columns
-from toolkit.checkpoints.folder import HYPERPARAMETERS, find_model
+from toolkit.checkpoints.folder import HYPERPARAMETERS, find_model, read_model_config
 from toolkit.checkpoints.hf.sums import require_intact
 from toolkit.config import none_if_auto
 from toolkit.config.classes import classes_of
@@ -21,17 +22,20 @@ from toolkit.data.base import choose_seq_length, is_ragged, row_count
 from toolkit.data.batch import Batch, choose_padding
 from toolkit.data.chat.template import tokenizer_template
 from toolkit.data.mixture import data_modules
+from toolkit.data.sft.datasets import InstructionData
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed.device import choose_attention_kernels
 from toolkit.distributed.fabric import single_device_fabric
 from toolkit.errors import UserError, notice, require_option
 from toolkit.extension import is_known, missing_message, split_names
+from toolkit.inference.answers import Answerer
 from toolkit.inference.chat import find_template
 from toolkit.inference.load import load_quantized
 from toolkit.inference.tasks import find_tasks, load_lm, open_hf_folder, require_lm_eval, run_tasks
 from toolkit.inference.text import require_embedded
 from toolkit.io.paths import is_path_option
 from toolkit.io.safe_parse import read_yaml
+from toolkit.metrics.answers import answer_prompts, measure_answers, set_up_metrics
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
 from toolkit.objectives import HEADS, NextToken, Objective
@@ -64,7 +68,10 @@ class EvaluatedModel:
 
 
 def open_checkpoint(options: EvaluateOptions) -> EvaluatedModel:
-    """Find and verify a checkpoint for evaluation; for tasks, also a Hugging Face folder."""
+    """Find and verify a checkpoint for evaluation; for tasks, also a Hugging Face folder.
+
+    Tasks and metrics of answers need a language model.
+    """
     folder = Path(options.checkpoint_dir)
     if options.tasks is not None and is_hf_folder(folder):
         for name in ("base_checkpoint_dir", "quantize"):
@@ -76,6 +83,9 @@ def open_checkpoint(options: EvaluateOptions) -> EvaluatedModel:
         # hyperparameters.yaml must match its checksum, because it names the data
         base_dir, verify = options.base_checkpoint_dir, options.verify_checkpoint
         folder = find_model(options.checkpoint_dir, base_dir, verify, editable=())
+        for option, value in (("tasks", options.tasks), ("eval.metric", options.eval.metric)):
+            head = None if value is None else read_model_config(folder).head
+            require_option(head is None, option, value, f"the model has a {head} head and writes no text; remove it")
     fabric = single_device_fabric(options.accelerator, options.precision)
     choose_attention_kernels(fixed_shapes=False, has_masks=True)
     tokenizer = None
@@ -135,6 +145,32 @@ def evaluate(checkpoint: EvaluatedModel) -> dict[str, Any]:
     names = {"val_loss": "loss", "val_ppl": "perplexity", "val_bpb": "bits_per_byte"}
     named = {names.get(name, name.removeprefix("val_")): value for name, value in metrics.items()}
     return {"data": f"{type(data).__name__}, {split}"} | named | read
+
+
+def evaluate_answers(checkpoint: EvaluatedModel) -> dict[str, Any]:
+    """Return the metrics of ``--eval.metric``, as a validation of a run has them, and the number of prompts."""
+    options, data, tokenizer, val = checkpoint.options, checkpoint.options.data, checkpoint.tokenizer, None
+    path, fabric = options.eval.metric_data, checkpoint.fabric
+    length = none_if_auto(options.max_seq_length)
+    if tokenizer is None:
+        reason = f"{checkpoint.folder} has no tokenizer.json; give --tokenizer_dir"
+        raise UserError(f"--eval.metric {options.eval.metric}: {reason}")
+    if isinstance(data, RunData) and (path is None or (checkpoint.folder / HYPERPARAMETERS).is_file()):
+        data, of_run = data_of_run(checkpoint.folder, trust=options.trust_checkpoint_data or path is not None)
+        length = length or of_run
+    config = read_model_config(checkpoint.folder)
+    if path is None and isinstance(data, InstructionData):
+        length = choose_seq_length(data, length, "max_seq_length") or config.block_size
+        prepared = data.prepare(tokenizer=tokenizer, max_seq_length=length, report=notice)
+        val, tokenizer = prepared.val, prepared.tokenizer or tokenizer
+    with ExitStack() as stack:
+        setup, processes = set_up_metrics(options.eval, data, val, tokenizer, config.block_size, notice, stack)
+        padding = choose_padding(fabric.device.type, True, config.block_size)
+        answerer = Answerer(checkpoint.load_model().eval(), fabric.device, padding=padding)
+        with fabric.autocast():
+            answers = answer_prompts(setup, answerer, tokenizer, options.eval.metric_new_tokens)
+        metrics, _ = measure_answers(setup, processes, *answers)
+    return {"data": path or f"{type(data).__name__}, val"} | metrics | {"prompts": len(setup.prompts)}
 
 
 def objective_of_head(config: ModelConfig, data: DataModule) -> Objective:
@@ -248,7 +284,7 @@ def evaluate_tasks(checkpoint: EvaluatedModel) -> dict[str, Any]:
             folder, tasks=tasks, tokenizer_dir=options.tokenizer_dir, tokenizer_name=checkpoint.tokenizer.name,
             max_length=max_length, batch_size=options.micro_batch_size, device=device, precision=precision,
         )  # fmt: skip
-        results = run_tasks(
+        results, directions = run_tasks(
             lm, names, manager, num_fewshot=none_if_auto(options.num_fewshot), limit=options.limit,
             apply_chat_template=template is not None,
         )  # fmt: skip
@@ -261,4 +297,4 @@ def evaluate_tasks(checkpoint: EvaluatedModel) -> dict[str, Any]:
         "device": str(device),
         "lm_eval_version": version("lm_eval"),
     }
-    return {"tasks": results, "settings": settings}
+    return {"tasks": results, "higher_is_better": directions, "settings": settings}

@@ -27,12 +27,12 @@ from toolkit.distributed.launchers import is_launched
 from toolkit.distributed.world import WorldInfo, detect_world
 from toolkit.errors import count_of, notice
 from toolkit.io.paths import is_url
+from toolkit.metrics.best import BestMetric
 from toolkit.models.block import Block
 from toolkit.planning.data import complete, prepare_data
 from toolkit.planning.plan import device_spec_of
 from toolkit.planning.resolve import DeviceSpec, ResolvedConfig
 from toolkit.planning.run_args import RunArgs
-from toolkit.training.best_metric import BestMetric
 from toolkit.training.checkpoint_meta import uses_old_ends
 from toolkit.training.hyperparameters import keep_old_ends
 from toolkit.training.start_state import StartState, keep_fused_qkv, prepare_start_state, read_progress

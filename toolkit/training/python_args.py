@@ -123,7 +123,7 @@ def run_from_python(
         if not isinstance(callback, Callback):
             name = getattr(callback, "__name__", type(callback).__name__)
             raise UserError(f"callbacks {name}: must be objects of a class of toolkit.Callback")
-    check_start(args)
+    check_start(args, has_callbacks=bool(callbacks))
     hint = "only the command line starts a run again; start the script with torchrun --max_restarts"
     require_option(args.max_restarts == 0, "max_restarts", args.max_restarts, hint)
     _require_script(args)

@@ -23,9 +23,9 @@ from toolkit.data.base import Report, State, row_count
 from toolkit.distributed import ranks
 from toolkit.distributed.private_lightning import FabricModule
 from toolkit.errors import CallbackError, CommandError, GuardError, UserError
+from toolkit.metrics.best import VAL
 from toolkit.objectives.base import Objective
 from toolkit.planning.limits import Progress
-from toolkit.training.best_metric import VAL
 from toolkit.training.checkpointer import Checkpointer
 from toolkit.training.data_reader import DataReader
 from toolkit.training.garbage import GarbageCollection
@@ -54,6 +54,9 @@ class Callback:
 
     columns: tuple[str, ...] = ()
     """Names that ``on_log`` adds to the metrics. They become additional columns of metrics.csv."""
+
+    higher_is_better: bool | dict[str, bool | None] | None = None
+    """Whether the highest value of a metric is the best one, for ``--eval.best_by``; for several columns, by name."""
 
     def on_train_start(self, trainer: Run) -> None:
         """Called before the first step of this launch. Weights and (on resume) state are loaded."""

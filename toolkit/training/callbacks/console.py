@@ -9,10 +9,10 @@ from toolkit.data.sft.datasets import InstructionData
 from toolkit.distributed.device import precision_hint
 from toolkit.errors import StoppedByFileError, one_line
 from toolkit.escape import shell_line, shell_word
+from toolkit.metrics.best import VAL
 from toolkit.models.families import export_error
 from toolkit.planning.data import describe_stand_in
 from toolkit.reporting.page import REPORT
-from toolkit.training.best_metric import VAL
 from toolkit.training.evaluate import option_to_trust
 from toolkit.training.run import Callback, Metrics, Run
 

@@ -18,10 +18,11 @@ from toolkit.distributed.private_lightning import FabricModule
 from toolkit.errors import UserError
 from toolkit.io.tempfiles import sweep
 from toolkit.measure.flops import peak_flops
+from toolkit.metrics import direction_of
+from toolkit.metrics.best import VAL, BestMetric
 from toolkit.objectives.base import LOSS, checked_parts
 from toolkit.objectives.inputs import original_module
 from toolkit.reporting.page import REPORT, write_report
-from toolkit.training.best_metric import VAL, BestMetric
 from toolkit.training.callbacks.best import EarlyStopping, KeepBest
 from toolkit.training.callbacks.console import Console
 from toolkit.training.callbacks.energy import Energy
@@ -77,22 +78,30 @@ def build_callbacks(
         callbacks.append(MixtureShares(order))
     callbacks += user_callbacks
     columns = [name for callback in callbacks for name in callback.columns]
-    validated = [name for name in columns if name.startswith(VAL)]
+    directions = {
+        name: direction_of(callback.higher_is_better, name)
+        for callback in callbacks for name in callback.columns if name.startswith(VAL)
+    }  # fmt: skip
     of_data = [f"val_loss_{name}" for name in launch.data.val_sources]
     module = original_module(model)
     parts = {part.name: part.weight for part in checked_parts(args.objective, module) if part.name != LOSS}
-    of_parts = [f"{VAL}{name}" for name in [*parts, *args.objective.metric_names(module)]]
+    names_of_parts = [*parts, *args.objective.metric_names(module)]
+    of_parts = [f"{VAL}{name}" for name in names_of_parts]
     launch.display.metric_names = metric_names(
         [*columns, *(name for name in of_parts if not parts.get(name.removeprefix(VAL)))]
     )
     columns = [*of_data, *columns, *parts, *of_parts]
     best = BestMetric.from_options(args.eval)
     if args.eval.best_by != AUTO:
-        is_likelihood = args.objective.is_likelihood
+        is_likelihood, known = args.objective.is_likelihood, args.objective.higher_is_better
         if launch.data.val is not None and row_count(launch.data.val):
-            validated += ["val_loss", *of_data, *of_parts, *["val_ppl"] * is_likelihood]
-            validated += ["val_bpb"] * (is_likelihood and launch.data.tokenizer is not None)
-        best.require_one_of(validated)
+            names = ["val_loss", *of_data, *["val_ppl"] * is_likelihood]
+            names += ["val_bpb"] * (is_likelihood and launch.data.tokenizer is not None)
+            directions |= dict.fromkeys(names, False)
+            directions |= {f"{VAL}{name}": False if parts.get(name) else known.get(name) for name in names_of_parts}
+        best = best.among(directions)
+    if args.train.keep_best or args.train.patience is not None:
+        launch.display.message(best.describe(args.train.keep_best, args.eval))
     wait_reporter = ranks.WaitReporter(f"open {launch.out_dir}", launch.display.message)
     csv = ranks.run_on_rank0(lambda: open_metrics(launch, columns, stack), wait_reporter)
     callbacks += ranks.run_on_rank0(lambda: log_to(launch, csv)) or []

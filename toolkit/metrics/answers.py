@@ -1,0 +1,149 @@
+"""Answers of a model to prompts, and the metrics of ``--eval.metric``: in a run, and of a finished checkpoint."""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from threading import Timer
+from typing import Any, NamedTuple
+
+import torch
+
+from toolkit.config.options import MetricArgs
+from toolkit.data.sft.prompts import Prompt, prompt_template, read_prompts
+from toolkit.data.tokenizer import Tokenizer
+from toolkit.errors import UserError
+from toolkit.inference.answers import Answerer
+from toolkit.inference.text import TextStream, stop_tokens
+from toolkit.metrics import direction_of, parse_metrics
+from toolkit.metrics.process import MetricProcess, summarize
+from toolkit.ui.loggers import COLUMNS
+
+_TRIAL_ROWS = 2
+_SLOW_START_S = 5.0
+_GRAPH_SHARE = 0.25  # of a device's memory that must be free for a CUDA graph
+
+
+class MetricSetup(NamedTuple):
+    """Prompts and what is known of the metric functions.
+
+    Args:
+        directions: Names of the metrics; whether the highest value is the best, None if unknown.
+    """
+
+    prompts: list[Prompt]
+    eos_ids: list[int]
+    directions: dict[str, bool | None]
+    needs_answers: bool
+    needs_log_probs: bool
+
+
+def set_up_metrics(
+    evaluation: MetricArgs,
+    data: Any,
+    val: Any,
+    tokenizer: Tokenizer,
+    block_size: int,
+    report: Callable[[str], None],
+    stack: ExitStack,
+) -> tuple[MetricSetup, list[MetricProcess]]:
+    """Start the functions, read the prompts, and call the functions with the references of two rows as answers.
+
+    Args:
+        data: The data module of the run.
+        val: Its held-out rows.
+        block_size: The model's context length.
+        stack: Ends the processes.
+
+    Raises:
+        UserError: A function or the data cannot be used.
+    """
+    processes = []
+    for metric in parse_metrics(evaluation.metric):
+        processes.append(MetricProcess(metric, evaluation.metric_timeout))
+        stack.callback(processes[-1].close)
+    needs = {process.traits.needs_log_probs for process in processes}
+    template, path = prompt_template(tokenizer), evaluation.metric_data
+    prompts = read_prompts(data, val, path, template, evaluation.metric_rows, True in needs, report)
+    short = [p for p in prompts if len(p.ids) < block_size and all(len(ids) <= block_size for ids, _ in p.choices)]
+    if len(short) < len(prompts):
+        reason = f"longer than the model's context of {block_size} tokens"
+        report(f"note: --eval.metric: {len(prompts) - len(short)} prompts left out, {reason}")
+    if not short:
+        raise UserError(f"--eval.metric {evaluation.metric}: no prompt is left; give others by --eval.metric_data")
+    directions: dict[str, bool | None] = {}
+    for process in processes:
+        for name, is_higher in _try(process, short, report).items():
+            if name in directions or f"val_{name}" in COLUMNS or name.startswith("loss"):
+                raise UserError(f"--eval.metric {process.metric.entry}: {name} is also another metric; rename it")
+            directions[name] = is_higher
+    eos_ids = list(dict.fromkeys([*template.stop_ids, *stop_tokens(tokenizer)]))
+    return MetricSetup(short, eos_ids, directions, False in needs, True in needs), processes
+
+
+def _try(process: MetricProcess, prompts: Sequence[Prompt], report: Callable[[str], None]) -> dict[str, bool | None]:
+    """Return the names of a function's metrics, and whether the highest value is the best. It may load a model."""
+    entry, traits = f"--eval.metric {process.metric.entry}", process.traits
+    unanswered = next((p.where for p in prompts if p.reference is None), None)
+    if traits.needs_references and unanswered is not None:
+        raise UserError(f"{entry}: {unanswered}: has no answer to compare with; add one, or remove the row")
+    trial = prompts[:_TRIAL_ROWS]
+    answers = [[0.0] * len(p.choices) if traits.needs_log_probs else p.reference or "" for p in trial]
+    slow = Timer(_SLOW_START_S, report, [f"{entry}: still starting"])
+    slow.start()
+    try:
+        values = _call(process, trial, answers)
+    finally:
+        slow.cancel()
+    suffix = process.metric.suffix
+    return {name: direction_of(traits.higher_is_better, name.removesuffix(suffix)) for name in summarize(values)}
+
+
+def answer_prompts(
+    setup: MetricSetup, answerer: Answerer, tokenizer: Tokenizer, max_new_tokens: int
+) -> tuple[list[str], list[list[float]]]:
+    """Return the answer to each prompt, and the log-probability of each of its choices. Collective (S6)."""
+    answers, log_probs = [], []
+    if setup.needs_answers:
+        ids = [prompt.ids for prompt in setup.prompts]
+        tokens = answerer.generate(
+            ids,
+            max_new_tokens=max_new_tokens,
+            eos_ids=setup.eos_ids,
+            cuda_graph=not answerer.is_sharded and _has_room(answerer.device),
+        )
+        streams = (TextStream(tokenizer, prompt) for prompt in ids)
+        answers = ["".join(stream.read(answer)) for stream, answer in zip(streams, tokens, strict=True)]
+    if setup.needs_log_probs:
+        values = iter(answerer.log_probs([choice for prompt in setup.prompts for choice in prompt.choices]))
+        log_probs = [[next(values) for _ in prompt.choices] for prompt in setup.prompts]
+    return answers, log_probs
+
+
+def measure_answers(
+    setup: MetricSetup, processes: Sequence[MetricProcess], answers: list[str], log_probs: list[list[float]]
+) -> tuple[dict[str, float], dict[str, list[Any]]]:
+    """Call the functions. Return the metrics with their standard errors; and by name what there is for each row."""
+    by_row: dict[str, Any] = {"answer": answers, "log_probs": log_probs}
+    summary: dict[str, float] = {}
+    for process in processes:
+        measured = _call(process, setup.prompts, log_probs if process.traits.needs_log_probs else answers)
+        summary |= summarize(measured)
+        by_row |= {name: values for name, values in measured.items() if isinstance(values, list)}
+    if other := sorted(summary.keys() ^ setup.directions.keys()):
+        change = "is missing, but was returned" if other[0] in setup.directions else "was not returned"
+        raise UserError(f"--eval.metric: {other[0]} {change} for the first rows; always return the same names")
+    return summary, {name: values for name, values in by_row.items() if values}
+
+
+def _call(process: MetricProcess, prompts: Sequence[Prompt], answers: Sequence[Any]) -> dict[str, Any]:
+    rows = [prompt.row for prompt in prompts]
+    if process.traits.needs_prompts:
+        rows = [{"messages": p.record.messages, "tools": p.record.tools, "where": p.where} for p in prompts]
+    return process.call(answers, [prompt.reference for prompt in prompts], rows)
+
+
+def _has_room(device: torch.device) -> bool:
+    """Whether a CUDA device has memory for a CUDA graph."""
+    if device.type != "cuda":
+        return False
+    free, total = torch.cuda.mem_get_info(device)
+    return free > _GRAPH_SHARE * total
