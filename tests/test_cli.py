@@ -236,6 +236,11 @@ def test_simple_mistakes_are_reported_without_importing_torch(tmp_path):
     (base / "model_config.yaml").write_text("")
     (used / "logs").mkdir(parents=True)
     (used / "logs" / "metrics.csv").write_text("")
+    (tmp_path / "faq.csv").write_text("question,reply\nx,y\n")
+    (tmp_path / "semi.csv").write_text("q;a\n1;2\n")
+    (tmp_path / "tickets.csv").write_text("body,category\nb,billing\nc,shipping\n")
+    tickets = f"finetune_full {base} --head classification --data Classification --data.path tickets.csv"
+    columns = "--data.text_column body --data.label_column category"
     sizes = "--train.global_batch_size 7 --train.micro_batch_size 2 --devices"
     cases = {
         "pretrain nosuchmodel": "model_name 'nosuchmodel': no such configuration",
@@ -268,6 +273,14 @@ def test_simple_mistakes_are_reported_without_importing_torch(tmp_path):
         "pretrain --optimizer.name AdamW8bit": "--optimizer.name AdamW8bit: needs bitsandbytes; run: pip install",
         f"generate {base} --quantize bnb.nf4": "--quantize bnb.nf4: needs bitsandbytes; run: pip install",
         f"evaluate {base} --data JSON --data.json_path no.json": "--data.json_path no.json: no such file or folder",
+        f"finetune_full {base} --data CSV --data.csv_path faq.csv": "--data.columns",
+        f"finetune_full {base} --data CSV --data.csv_path semi.csv": "columns are separated by ';'",
+        f"finetune_full {base} --data.json_path faq.csv": "ndjson; use --data CSV --data.csv_path faq.csv",
+        f"finetune_full {base} --data.json_path *.jsonl": "must be a file, or a folder with train and val; not a",
+        f"{tickets} --data.text_column body --data.label_column nope": "nope",
+        f"{tickets} --data.text_column no --data.label_column category": "no column no (--data.text_column); it has body",
+        f"{tickets} {columns} --data.class_weights {{'bill':2}}": "--data.class_weights bill: no such label; the",
+        f"{tickets} {columns} --data.problem_type regression": "must be a number",
         "generate no": "checkpoint_dir no: no such folder",
         "convert_to_hf no out": "checkpoint_dir no: no such folder",
         f"finetune_full {base} --data.json_path no.json": "--data.json_path no.json: no such file or folder",
@@ -299,7 +312,9 @@ def test_simple_mistakes_are_reported_without_importing_torch(tmp_path):
     assert done.returncode == 0, done.stderr
     for line, (argv, message) in zip(done.stdout.splitlines(), cases.items(), strict=True):
         assert line.startswith(f"toolkit {argv.split()[0]}: ") and message in line, line
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "empty.txt", "tuned", "used"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "base", "empty.txt", "faq.csv", "semi.csv", "tickets.csv", "tuned", "used"
+    ]  # fmt: skip
 
 
 def test_text_that_the_encoding_of_stdout_lacks_is_escaped(monkeypatch):

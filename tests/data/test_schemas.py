@@ -320,7 +320,7 @@ def test_parquet_in_parts(tmp_path):
             "a.json is invalid JSON: .* has 5000 digits",
         ),
         ("a.txt", "x", r"^--data.json_path .*a.txt: must end in .json or .jsonl or .ndjson; "),
-        ("a.csv", "x", "must end in .*; other files: --data JSON, CSV or Parquet$"),
+        ("a.csv", "x", "must end in .*; use --data CSV --data.csv_path .*a.csv$"),
         ("missing.json", None, r"^--data.json_path .*missing.json: no such file or folder"),
         ("b", None, "no such file or folder"),
     ],

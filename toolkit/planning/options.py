@@ -3,21 +3,26 @@
 import glob
 import importlib.util
 import math
+from contextlib import suppress
 from pathlib import Path
 
+from toolkit.checkpoints.find import CONFIG
 from toolkit.checkpoints.remote.run import check_out_dir
 from toolkit.checkpoints.run.resume import resolve_resume
 from toolkit.config import AUTO, ProfilerArgs
 from toolkit.config.classes import classes_of
-from toolkit.data import DataModule, HuggingFaceText
+from toolkit.data import DataModule, HuggingFaceText, TextFiles
+from toolkit.data.base import LabelSet
 from toolkit.data.chat.template import require_style
 from toolkit.data.sft.datasets import InstructionData
+from toolkit.data.sft.first_rows import check_first_rows
 from toolkit.distributed.launchers import is_launched
 from toolkit.distributed.mesh import data_devices
 from toolkit.distributed.world import detect_world
 from toolkit.errors import UserError, did_you_mean, require_bitsandbytes, require_option, require_package
 from toolkit.extension import add_cwd_to_path, registered
 from toolkit.io.paths import is_url
+from toolkit.io.safe_parse import read_yaml
 from toolkit.io.storage import Storage
 from toolkit.metrics import parse_metrics
 from toolkit.metrics.best import check_best_by
@@ -90,6 +95,15 @@ def check_start(args: RunArgs, *, writes: bool = True, has_callbacks: bool = Fal
         Storage(args.resume, "--resume")  # checks that the file system's package is installed
     elif writes and not is_url(args.out_dir):
         resolve_resume(args.resume, Path(args.out_dir))
+    check_first_rows(data, args.objective.row_kind, _model_labels(args.base_dir))
+
+
+def _model_labels(folder: Path | None) -> LabelSet | None:
+    """Return the labels of a checkpoint's head, without torch; None if it has none."""
+    with suppress(OSError, ValueError, TypeError, KeyError):  # no checkpoint, or an error that is reported later
+        values = read_yaml(folder / CONFIG)  # type: ignore[operator]
+        return LabelSet(values["labels"], values["problem_type"]) if values["problem_type"] else None
+    return None
 
 
 def unknown_rows_error(epochs: float) -> UserError:
@@ -155,6 +169,8 @@ def check_files(data: DataModule, command: str) -> None:
             continue  # URLs are checked when they are listed
         path = Path(value).expanduser()
         if glob.has_magic(str(value)) and not path.exists():
+            if not isinstance(data, TextFiles):
+                raise UserError(f"--data.{name} {value}: must be a file, or a folder with train and val; not a pattern")
             if not glob.glob(str(path), recursive=True):
                 raise UserError(f"--data.{name} {value}: no file matches; check the pattern")
         elif not path.exists():

@@ -172,8 +172,9 @@ def find_splits(value: str | None, flag: str, kinds: dict[str, str]) -> Splits:
         raise UserError(f"{option}: {'not a regular file' if path.exists() else 'no such file or folder'}")
     kind = kinds.get(path.suffix.lower())
     if kind is None:
-        others = "" if kinds == KINDS else "; other files: --data JSON, CSV or Parquet"
-        raise UserError(f"{option}: must end in {' or '.join(kinds)}{others}")
+        name = {"csv": "CSV", "parquet": "Parquet"}.get(other := KINDS.get(path.suffix.lower(), ""), "JSON")
+        hint = f"; use --data {name} --data.{name.lower()}_path {value}" if other else ""
+        raise UserError(f"{option}: must end in {' or '.join(kinds)}{hint}")
     return splits_of_file(path, kind, option)
 
 
