@@ -32,7 +32,7 @@ from toolkit.config.command import CommandOptions
 from toolkit.config.types import union_members
 from toolkit.config.values import OptionValue
 from toolkit.errors import notice
-from toolkit.escape import csv_writer, one_line, printable
+from toolkit.escape import csv_writer, one_line, printable, to_yaml
 from toolkit.io.streams import EscapedOutput
 from toolkit.launching import FORMATS, Format
 from toolkit.launching.job import Job
@@ -231,6 +231,15 @@ def test_settings_file_of_a_stranger_is_no_part_of_the_file(tmp_path, capsys, mo
 
     cases = [(format, "initial_checkpoint_dir") for format in FORMATS if format != "skypilot"]
     check_each(check, cases)
+
+
+def test_yaml_of_text_is_text_for_parsers_of_other_versions():
+    """Kubernetes' parser reads 1e6 as a number and y as a boolean (resolve.go of go-yaml), where PyYAML reads text."""
+    texts = ["1e6", "3e-4", "+.5e3", "0o17", "1_000", "1:30", "y", "N", "yes", "null", "~", ".inf", "=", "a\u2028b"]
+    node = yaml.compose(to_yaml(texts))
+    assert [scalar.value for scalar in node.value] == texts == yaml.safe_load(to_yaml(texts))
+    assert all(scalar.style for scalar in node.value)
+    assert to_yaml({"b": ["H100", "a\nb\n"], "a": 1}) == "b:\n- H100\n- |\n  a\n  b\na: 1\n"
 
 
 # ---- Markdown, HTML and YAML: model card and report

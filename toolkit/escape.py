@@ -11,7 +11,7 @@ from functools import cache
 from typing import IO, Any
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
-_NOT_PORTABLE = re.compile(r"[-+.]?\d|[yYnN]$")  # YAML text that other parsers read as a number or a boolean
+_NOT_PORTABLE = re.compile(r"[-+]?\.?\d|[yYnN]$")  # YAML text that other parsers read as a number or a boolean
 
 
 def one_line(text: object) -> str:
