@@ -278,7 +278,7 @@ def test_simple_mistakes_are_reported_without_importing_torch(tmp_path):
         f"finetune_full {base} --data.json_path faq.csv": "ndjson; use --data CSV --data.csv_path faq.csv",
         f"finetune_full {base} --data.json_path *.jsonl": "must be a file, or a folder with train and val; not a",
         f"{tickets} --data.text_column body --data.label_column nope": "nope",
-        f"{tickets} --data.text_column no --data.label_column category": "no column no (--data.text_column); it has body",
+        f"{tickets} --data.text_column no --data.label_column category": "no column no (--data.text_column); it has",
         f"{tickets} {columns} --data.class_weights {{'bill':2}}": "--data.class_weights bill: no such label; the",
         f"{tickets} {columns} --data.problem_type regression": "must be a number",
         "generate no": "checkpoint_dir no: no such folder",

@@ -173,7 +173,7 @@ def find_splits(value: str | None, flag: str, kinds: dict[str, str]) -> Splits:
     kind = kinds.get(path.suffix.lower())
     if kind is None:
         name = {"csv": "CSV", "parquet": "Parquet"}.get(other := KINDS.get(path.suffix.lower(), ""), "JSON")
-        hint = f"; use --data {name} --data.{name.lower()}_path {value}" if other else ""
+        hint = f"; use --data {name} --data.{name.lower()}_path {value}" if other else "; plain text: --data TextFiles"
         raise UserError(f"{option}: must end in {' or '.join(kinds)}{hint}")
     return splits_of_file(path, kind, option)
 
