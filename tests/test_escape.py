@@ -37,6 +37,7 @@ from toolkit.io.streams import EscapedOutput
 from toolkit.launching import FORMATS, Format
 from toolkit.launching.job import Job
 from toolkit.models.families import get_config
+from toolkit.reporting.compare import render_json
 from toolkit.reporting.markdown import render_markdown
 from toolkit.reporting.page import render_page
 from toolkit.reporting.run import read_runs
@@ -316,17 +317,24 @@ def write_card(run: Path, text: str) -> str:
 
 
 def test_model_card_and_report_of_a_stranger_have_the_structure_of_a_harmless_one(tmp_path):
-    runs = {text: write_stranger(tmp_path, text) for text in (HARMLESS, HOSTILE)}
+    runs, pairs = {}, {}
+    for text in (HARMLESS, HOSTILE):
+        runs[text] = write_stranger(tmp_path, text)
+        pairs[text] = read_runs([str(runs[text]), str(write_stranger(tmp_path / "second", text))])
     cards = {text: write_card(run, text) for text, run in runs.items()}
     fronts = {text: card.split("---\n")[1] for text, card in cards.items()}
     assert yaml.safe_load(fronts[HOSTILE]) == yaml.safe_load(fronts[HARMLESS])
-    pages = {text: render_page(read_runs([str(run)])) for text, run in runs.items()}
-    reports = {text: render_markdown(read_runs([str(run)])) for text, run in runs.items()}
-    for documents in (cards, reports):
+    reports = {text: render_markdown(pair[:1]) for text, pair in pairs.items()}
+    compared = {text: render_markdown(pair) for text, pair in pairs.items()}
+    for documents in (cards, reports, compared):
         assert markdown_structure(documents[HOSTILE]) == markdown_structure(documents[HARMLESS])
-    assert Tags(pages[HOSTILE]).tags == Tags(pages[HARMLESS]).tags
-    for text in (cards[HOSTILE], reports[HOSTILE], pages[HOSTILE].partition("<script")[0]):
-        assert all(c.isprintable() or c in "\n\t" for c in re.sub("[\u3000\u00a0]", "", text))
+    printed = [cards[HOSTILE], reports[HOSTILE], compared[HOSTILE]]
+    for count in (1, 2):
+        pages = {text: render_page(pair[:count]) for text, pair in pairs.items()}
+        assert Tags(pages[HOSTILE]).tags == Tags(pages[HARMLESS]).tags
+        printed.append(pages[HOSTILE].partition("<script")[0])
+    assert all(c.isprintable() or c in "\n\t" for text in printed for c in text)
+    assert HOSTILE in json.loads(render_json(pairs[HOSTILE]))["groups"][0]["runs"][0]["name"]
     (block,) = (t.content for t in MarkdownIt().parse(cards[HOSTILE]) if t.type == "fence" and t.info == "yaml")
     assert yaml.safe_load(block)["data"]["init_args"]["repo_id"] == HOSTILE
     commands = [t.content for t in MarkdownIt().parse(reports[HOSTILE]) if t.type == "fence"]
