@@ -90,6 +90,17 @@ def test_config_json_variants_match_transformers(case, tmp_path):
         assert relative_error(from_folder(tmp_path)(token_ids()), reference(token_ids()).logits) < 1e-5
 
 
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+def test_windows_are_exported_for_code_that_reads_max_window_layers(kind):
+    """Code from before layer_types gives layers from max_window_layers on a window."""
+    for first in range(4):
+        values = GROUPED | {"model_type": kind, "num_hidden_layers": 3, "sliding_window": 16}
+        config = config_from_hf(values | {"use_sliding_window": True, "max_window_layers": first})
+        exported = family_of(config).to_hf_config(config)
+        assert exported["max_window_layers"] == first
+        assert exported["layer_types"] == [FULL] * first + [SLIDING] * (3 - first)
+
+
 def nested(kind: str, scaling: dict[str, Any]) -> dict[str, Any]:
     return {"rope_parameters": {FULL: {"rope_type": "default"}, SLIDING: {}} | {kind: scaling}}
 

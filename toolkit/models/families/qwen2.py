@@ -95,10 +95,11 @@ def to_hf_config(config: ModelConfig) -> Fields:
 
 
 def write_windows(config: ModelConfig) -> Fields:
-    """Return the sliding-window entries of ``config.json``."""
+    """Return the sliding-window entries of ``config.json``. Older code reads max_window_layers, not layer_types."""
+    types = hf_config.write_layer_types(config)
     return {
-        "layer_types": hf_config.write_layer_types(config),
-        "max_window_layers": config.n_layer,
+        "layer_types": types,
+        "max_window_layers": [*types, hf_config.SLIDING].index(hf_config.SLIDING),
         "sliding_window": config.sliding_window_size,
         "use_sliding_window": config.sliding_window_size is not None,
     }

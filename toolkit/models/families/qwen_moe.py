@@ -116,6 +116,7 @@ def to_hf_config(config: ModelConfig) -> Fields:
         "output_router_logits": False,
         "router_aux_loss_coef": config.router_aux_loss_coef,
         **qwen2.write_windows(config),
+        "max_window_layers": config.n_layer,  # layers below it may have windows
     }
     if config.family == "qwen3_moe":
         return hf_config.write_decoder(config, "Qwen3MoeForCausalLM", **values)
