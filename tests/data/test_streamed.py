@@ -458,6 +458,12 @@ def test_reading_with_a_budget_stays_below_it(tmp_path, monkeypatch):
     assert budget / 3 < largest <= budget
 
 
+def test_a_key_given_twice_is_named():
+    with pytest.raises(segments.BrokenFileError, match="byte 7: is not a line of JSON .duplicate key text; remove one"):
+        segments._text_of(b'{"text": "a", "text": "b"}', "text", 7)
+    assert segments._text_of(b'{"text": "a", "b": {"text": "c"}}', "text", 7) == "a"
+
+
 def test_repaired_file_is_read_again(tmp_path, monkeypatch):
     """The repair changes neither the size nor what of the file identifies it."""
     monkeypatch.setattr(segments, "SEGMENT_BYTES", 1 << 20)

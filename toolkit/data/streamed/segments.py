@@ -11,6 +11,7 @@ from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
 from typing import IO, Any, NamedTuple
 
+from toolkit.data.sft.messages import unique_keys
 from toolkit.data.streamed.files import RetryingFile, SourceFile
 from toolkit.data.text.documents import TextChunk, cut_text
 from toolkit.errors import UserError, causes_of, join_first, one_line
@@ -129,7 +130,7 @@ def _json_lines(raw: RetryingFile, file: SourceFile, part: Part, column: str) ->
 
 def _text_of(line: bytes, column: str, start: int) -> str | None:
     try:
-        row = json.loads(line)
+        row = json.loads(line, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise BrokenFileError(f"byte {start:,}: is not a line of JSON ({one_line(error)[:100]})") from error
     if not isinstance(row, dict):

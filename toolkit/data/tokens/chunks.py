@@ -204,7 +204,10 @@ class ChunkedArray(ChunkIndex):
             raise self._error(chunk, f"cannot be read: {error.strerror or error}") from error
         if len(content) != n_bytes:
             raise self._error(chunk, "is truncated")
-        return np.frombuffer(content, self.dtype)
+        values = np.frombuffer(content, self.dtype)
+        if self.dtype.kind == "i" and values.size and values.min() < 0:  # as an index it would count from the end
+            raise self._error(chunk, f"has a negative token, {values.min()}")
+        return values
 
     def _open_chunk(self, chunk: int) -> IO[bytes]:
         with contextlib.suppress(KeyError, RuntimeError, StopIteration):  # another thread was faster
@@ -261,7 +264,7 @@ def _is_token_chunk(chunk: Any) -> bool:
 def _parse_chunk_name(chunk: Values) -> str:
     """Return the file name of a chunk. Reject paths: an untrusted index could point outside its folder (S4)."""
     name = chunk.get("filename")
-    if not isinstance(name, str) or not name or name in (".", "..") or any(c in name for c in "/\\:\0"):
+    if not isinstance(name, str) or not name or name in (".", "..") or any(c in name for c in "/\\\0"):
         raise ValueError(f"{INDEX} lists the chunk {name!r}: only plain file names inside the folder are allowed")
     return name
 
