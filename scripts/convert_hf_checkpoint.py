@@ -19,6 +19,10 @@ from pathlib import Path
 from toolkit.cli import main as toolkit
 
 
+def is_equal(new: Path, old: Path) -> bool:
+    return old.exists() and new.read_bytes() == old.read_bytes()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint_dir", type=Path, required=True, help="folder with config.json and safetensors")
@@ -35,8 +39,8 @@ def main() -> int:
         print(output.getvalue(), end="")
         return code
     # In this order: the last file completes the checkpoint. tokenizer.json exists if it was converted.
-    names = ["tokenizer.json", "lit_model.pth", "model_config.yaml"]
-    names = [name for name in names if (new / name).exists() and not (folder / name).exists()]
+    names = ["tokenizer.json", "tokenizer_config.json", "tokenizer_ends.json", "lit_model.pth", "model_config.yaml"]
+    names = [name for name in names if (new / name).exists() and not is_equal(new / name, folder / name)]
     for name in names:
         os.replace(new / name, folder / name)
     shutil.rmtree(new.parent)

@@ -35,7 +35,7 @@ def unpack(folder: Path, commit: str, *kinds: str) -> None:
 
 def test_there_are_checkpoints_of_each_kind():
     assert {path.name.removesuffix(".tar.xz") for path in ARCHIVES} == write.RUNS.keys()
-    assert sum(path.stat().st_size for path in ARCHIVES) < 330_000
+    assert sum(path.stat().st_size for path in ARCHIVES) < 350_000
 
 
 CASES = [
@@ -108,6 +108,29 @@ def test_s2_a_run_begun_without_bos_resumes_without_it(tmp_path, monkeypatch, ca
     shutil.copytree(old, resumed.parent / write.STEP)
     (resumed / "trainer" / "meta.json").write_text("{")  # the older checkpoint says it
     assert uses_old_ends(resumed) and not uses_old_ends(None)
+
+
+def test_s2_tokens_of_a_run_with_bos_by_setting_alone_stay(tmp_path, monkeypatch, capsys):
+    """Its data is found in the cache again, its text begins with bos, and its export gives transformers these ids."""
+    from transformers import AutoTokenizer
+
+    unpack(tmp_path, "d7aa1e6", "bos_setting")
+    monkeypatch.chdir(tmp_path)
+    old = f"bos_setting/{write.STEP}"
+    assert cli.main([*write.RUNS["bos_setting"], "--resume", old, "--out_dir", "resumed"]) == 0
+    assert "Data: each document begins with <bos>" in capsys.readouterr().out
+    expected = json.loads((tmp_path / "bos_setting" / "losses.json").read_text())
+    assert write.losses(tmp_path / "resumed") == pytest.approx(expected[2:], rel=1e-6)
+    ids = [0, *(" abcdefghijklmnopqrstuvwxyz".index(letter) + 2 for letter in "the")]
+    for folder in (old, "resumed/final"):
+        assert Tokenizer.load(folder).encode("the") == ids
+    assert cli.main(["convert_to_hf", old, "exported"]) == 0
+    assert AutoTokenizer.from_pretrained("exported")("the")["input_ids"] == ids
+    assert Tokenizer.load("exported").encode("the") == ids
+    new = Tokenizer.load("setting_tokenizer")
+    assert new.encode("the") == [29]
+    assert cli.main([*write.RUNS["bos_setting"], "--out_dir", "new"]) == 0
+    assert "--tokenizer_dir setting_tokenizer: tokenizer_config.json has add_bos_token true" in capsys.readouterr().out
 
 
 @pytest.mark.slow

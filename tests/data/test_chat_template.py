@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from helpers.rows import to_record
+from tokenizers import processors
 
 from toolkit.data.chat import sandbox_process
 from toolkit.data.chat.renderer import TRAINING_DATE
@@ -125,7 +126,11 @@ def make(corpus, tmp_path_factory):
 
 
 def with_bos(token="<|begin_of_text|>"):
-    return {"bos_token": token, "add_bos_token": True}
+    def change(core):
+        single, special = f"{token} $A", [(token, core.token_to_id(token))]
+        core.post_processor = processors.TemplateProcessing(single, f"{single} $B", special)
+
+    return {"bos_token": token, "change": change}
 
 
 @pytest.fixture(scope="module")
@@ -479,7 +484,7 @@ def test_template_file_overrides_config_and_lists_use_their_default(make):
 )
 def test_invalid_templates_raise_one_line_errors(make, settings, style, message):
     with pytest.raises(UserError, match=message) as error:
-        ChatTemplate.from_tokenizer(Tokenizer.load(make(**settings)), style)
+        ChatTemplate.from_tokenizer(Tokenizer.load(make(**settings), is_own=True), style)
     assert "\n" not in str(error.value)
 
 

@@ -21,7 +21,7 @@ from toolkit.data.streamed import segments
 from toolkit.data.streamed.source import TextSegments
 from toolkit.data.streamed.stream import Stream
 from toolkit.data.text import documents
-from toolkit.data.tokenizer import Tokenizer, train_bpe
+from toolkit.data.tokenizer import ENDS_FILE, Tokenizer, train_bpe
 from toolkit.errors import UserError
 from toolkit.inference.text import encode_prompt
 from toolkit.models.families import get_config
@@ -176,6 +176,10 @@ def test_prompts_and_finetuning_text_have_one_of_each(bos):
     completion = Record(None, "<s>hat</s>", "line 1", prompt_length=4)
     tokenized = tokenize_record(completion, SimpleNamespace(tokenizer=bos, template=None))
     assert tokenized.ids == [start, *ids, end] and tokenized.loss_mask == [False, False, True, True, True]
+    labeled = Record(None, "hat", "line 1", has_eos=None)
+    assert tokenize_record(labeled, SimpleNamespace(tokenizer=bos, template=None)).ids == [start, *ids]
+    both = bos.with_files({ENDS_FILE: json.dumps({"before": [start], "after": [end]}).encode()})
+    assert tokenize_record(labeled, SimpleNamespace(tokenizer=both, template=None)).ids == [start, *ids, end]
     assert encode_text(bos, "<s>hat</s>").ids == encode_text(bos, "hat").ids == [start, *ids, end]
     model = get_config("pico-llama").with_vocab_size(bos.vocab_size)
     assert encode_prompt(bos, "<s>hat", model) == encode_prompt(bos, "hat", model) == [start, *ids]

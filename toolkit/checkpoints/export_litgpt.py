@@ -122,7 +122,8 @@ def _write_tokenizer_config(path: Path, tokenizer: Tokenizer) -> None:
     """Complete the file: LitGPT requires tokenizer_class, and takes BOS and EOS from nowhere else."""
     values = tokenizer.settings(path.name)
     required = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": tokenizer.adds_bos, **tokenizer.special_tokens
+        "tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.special_tokens
     }  # fmt: skip
     values |= {name: value for name, value in required.items() if values.get(name) is None}
+    values["add_bos_token"] = tokenizer.adds_bos
     write_config(path, values)

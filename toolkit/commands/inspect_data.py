@@ -29,7 +29,7 @@ def setup(
         num_samples: Number of samples to show.
         format: Text, or one JSON object.
     """
-    tokenizer = None if tokenizer_dir is None else Tokenizer.load(tokenizer_dir)
+    tokenizer = None if tokenizer_dir is None else Tokenizer.load(tokenizer_dir, report=notice)
     length = choose_seq_length(data, none_if_auto(max_seq_length), "max_seq_length") or 2048
     prepared = data.prepare(tokenizer=tokenizer, max_seq_length=length, report=notice)
     inspection = inspect_rows(prepared, num_samples)

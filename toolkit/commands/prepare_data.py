@@ -44,7 +44,7 @@ def setup(
         if part_of_total != (1, 1):
             raise UserError(f"--out_dir {out_dir}: needs all parts; prepare the others first, then leave out --part")
         require_free(out_dir)
-    tokenizer = None if tokenizer_dir is None else Tokenizer.load(tokenizer_dir)
+    tokenizer = None if tokenizer_dir is None else Tokenizer.load(tokenizer_dir, report=print)
     length = choose_seq_length(data, none_if_auto(max_seq_length), "max_seq_length") or 256
     prepared = data.prepare(tokenizer=tokenizer, max_seq_length=length)
     if is_streamed:

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.data.hf_tokenizer import (
+    CONFIG_FILE,
+    MAP_FILE,
+    Ends,
+    add_tokens,
+    export_files,
+    parse_object,
+    text_ends,
+    to_json,
+)
+from toolkit.data.tokenizer_limits import require_bounded, translate_panic
 from toolkit.errors import UserError, one_line
 from toolkit.io.paths import require_inside
-from toolkit.io.safe_parse import parse_json, read_bounded
+from toolkit.io.safe_parse import read_bounded
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,9 +41,11 @@ FILE_PATTERNS = (
     "spiece.model", "*.tiktoken", "chat_template*", "additional_chat_templates/*", "generation_config.json",
 )  # fmt: skip
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # organization/name, or just name
-_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
-_REPLACEMENT = re.compile(r'"pattern":\{"(String|Regex)":"(.*?)"\},"content":"(.*?)"\}')
-_MAX_GROWTH = 100_000  # of a text by all replacements, one after another
+_SETTINGS = (CONFIG_FILE, MAP_FILE, "generation_config.json")
+# {"before": ids, "after": ids}: what toolkit adds to a text, if its other files do not say the same, see _read_ends.
+ENDS_FILE = "tokenizer_ends.json"
+# Files of folders that toolkit writes. Their tokenizer.json has all tokens.
+_OWN_FILES = (ENDS_FILE, "model_config.yaml", "hyperparameters.yaml", "adapter.yaml")
 # GPT-2's alphabet: printable characters of Latin-1 stand for themselves, the n-th other byte for character 256 + n.
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
@@ -59,24 +71,35 @@ def one_thread_per_call() -> Iterator[None]:
 
 
 class Tokenizer:
-    """A ``tokenizer.json`` and its configuration files. Create it with :meth:`load` or :func:`train_bpe`."""
+    """A ``tokenizer.json`` and its configuration files. Create it with :meth:`load` or :func:`train_bpe`.
 
-    def __init__(self, files: dict[str, bytes], name: str) -> None:
-        """``files`` maps file names to contents. Error messages show ``name``."""
+    Attributes:
+        notes: Log lines about settings that have no effect.
+    """
+
+    def __init__(self, files: dict[str, bytes], name: str, is_foreign: bool = False) -> None:
+        """``files`` maps file names to contents. Error messages show ``name``.
+
+        ``is_foreign``: not written by toolkit. All files are then read as transformers reads them, and changed so that
+        this constructor reads the same from them alone.
+        """
         # Set before any fork; otherwise the library warns in every worker.
         os.environ.setdefault(_PARALLEL, "true")
         import tokenizers
 
         self.name = name
-        self._files = files
-        self._settings = {file: _parse_object(file, files[file]) for file in _SETTINGS if file in files}
-        with _translate_panic(name):
+        self._files = dict(files)
+        self._settings = {file: parse_object(file, files[file]) for file in _SETTINGS if file in files}
+        with translate_panic(name):
             try:
                 self._tokenizer = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode("utf-8"))
             except Exception as error:  # the library raises bare Exceptions
                 raise ValueError(f"tokenizer.json cannot be read: {error}") from error
         for part in ("normalizer", "decoder"):
-            _require_bounded(part, getattr(self._tokenizer, part))
+            require_bounded(part, getattr(self._tokenizer, part))
+        if is_foreign:
+            self._files = files | add_tokens(self._tokenizer, files)
+            self._settings |= {file: parse_object(file, self._files[file]) for file in self._settings}
         # Disable the file's truncation and padding settings.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -85,13 +108,28 @@ class Tokenizer:
             raise ValueError("tokenizer.json has an empty vocabulary")
         self.bos_id: int | None = self._find_special_id("bos")
         self.eos_id: int | None = self._find_special_id("eos")
-        self.adds_bos: bool = self._detect_adds_bos()
+        self.notes: list[str] = []
+        self._ends, self._default_ends = self._read_ends(is_foreign)
+        self.adds_bos: bool = self._ends[0] == [self.bos_id]
         # This class adds special tokens itself. The file's post-processor might trim spaces from the offsets.
         self._tokenizer.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
 
     @classmethod
-    def load(cls, path: str | Path, flag: str = "--tokenizer_dir") -> Tokenizer:
-        """Load a tokenizer.json file or a folder that contains one; also searches checkpoints/."""
+    def load(
+        cls,
+        path: str | Path,
+        flag: str = "--tokenizer_dir",
+        report: Callable[[str], object] | None = None,
+        is_own: bool | None = None,
+    ) -> Tokenizer:
+        """Load a tokenizer.json file or a folder that contains one; also searches checkpoints/.
+
+        Args:
+            path: The file or folder.
+            flag: The option that set it, for messages.
+            report: Called with the tokenizer's notes.
+            is_own: Whether toolkit wrote the folder. Default: whether it has files of a model folder.
+        """
         path = Path(path).expanduser()
         if not path.exists() and (Path("checkpoints") / path).is_dir():
             path = Path("checkpoints") / path
@@ -106,18 +144,24 @@ class Tokenizer:
                 f"{flag} {path}: contains no tokenizer.json (tokenizer.model or vocab.json alone is not supported)"
             )
         try:
-            files = _read_tokenizer_files(file.parent)
+            files = read_tokenizer_files(file.parent)
             files["tokenizer.json"] = read_bounded(file, "tokenizer")
-            return cls(files, name=f"{flag} {path}")
+            if is_own is None:
+                is_own = any((file.parent / name).exists() for name in _OWN_FILES)
+            tokenizer = cls(files, name=f"{flag} {path}", is_foreign=not is_own)
         except UserError:
             raise
         except (ValueError, OSError) as error:
             raise UserError(f"{flag} {path}: {one_line(error)}") from error
+        if report is not None:
+            for note in tokenizer.notes:
+                report(note)
+        return tokenizer
 
     @property
     def fingerprint(self) -> str:
-        """Hex SHA-256 of tokenizer.json and the bos and eos ids."""
-        ids = f"{self.bos_id} {self.eos_id}".encode()
+        """Hex SHA-256 of tokenizer.json, the bos and eos ids, and what begins and ends a text."""
+        ids = f"{self.bos_id} {self.eos_id}{'' if self._ends == self._default_ends else self._ends}".encode()
         return hashlib.sha256(self._files["tokenizer.json"] + ids).hexdigest()
 
     @property
@@ -166,37 +210,49 @@ class Tokenizer:
 
         Byte tokens of one character have the same span.
         """
-        with _translate_panic(self.name):
+        with translate_panic(self.name):
             encoding = self._tokenizer.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
-    def encode(self, text: str, bos: bool | None = None, eos: bool = False) -> list[int]:
+    def encode(self, text: str, bos: bool | None = None, eos: bool | None = False) -> list[int]:
         """Return the token ids of ``text`` with bos and eos, see :meth:`missing_ends`."""
         return self.encode_batch([text], bos, eos)[0]
 
-    def encode_batch(self, texts: list[str], bos: bool | None = None, eos: bool = False) -> list[list[int]]:
+    def encode_batch(self, texts: list[str], bos: bool | None = None, eos: bool | None = False) -> list[list[int]]:
         """Tokenize texts in parallel. See :meth:`encode`."""
-        with _translate_panic(self.name):
+        with translate_panic(self.name):
             encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         ends = [self.missing_ends(encoding.ids, bos, eos) for encoding in encodings]
         return [before + encoding.ids + after for encoding, (before, after) in zip(encodings, ends, strict=True)]
 
-    def missing_ends(self, ids: list[int], bos: bool | None = None, eos: bool = False) -> tuple[list[int], list[int]]:
+    def missing_ends(
+        self, ids: list[int], bos: bool | None = None, eos: bool | None = False
+    ) -> tuple[list[int], list[int]]:
         """Return what to add before and after the tokens ``ids`` of a text: bos and eos, unless it has them.
 
-        ``bos=None`` uses the tokenizer's default. All text that becomes tokens begins and ends by this rule.
+        None adds what the tokenizer adds by default. All text that becomes tokens begins and ends by this rule.
         """
-        before = self._special("bos", self.bos_id) if (self.adds_bos if bos is None else bos) else []
-        after = self._special("eos", self.eos_id) if eos else []
-        return [] if ids[:1] == before else before, [] if ids[-1:] == after else after
+        before, after = self._ends
+        if bos is not None:
+            before = self._special("bos", self.bos_id) if bos else []
+        if eos is not None:
+            after = self._special("eos", self.eos_id) if eos else []
+        return [] if ids[: len(before)] == before else before, [] if ids[-len(after) :] == after else after
 
     def _special(self, name: str, id_: int | None) -> list[int]:
         if id_ is None:
-            raise UserError(f"{self.name}: the tokenizer has no {name} token; set it in tokenizer_config.json")
+            raise UserError(f"{self.name}: the tokenizer has no {name} token; {self.missing_hint(name)}")
         return [id_]
 
+    def missing_hint(self, name: str) -> str:
+        """Return what to do about a missing ``name`` ("bos" or "eos") token."""
+        for file in (CONFIG_FILE, MAP_FILE):
+            if text := self._named_tokens(file).get(f"{name}_token"):
+                return f"{file} names {text}, which tokenizer.json lacks: add it there"
+        return f"set {name}_token in {CONFIG_FILE}"
+
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        with _translate_panic(self.name):
+        with translate_panic(self.name):
             return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self) -> np.ndarray:
@@ -232,9 +288,20 @@ class Tokenizer:
     def _is_byte_level(self) -> bool:
         return '"ByteLevel"' in json.dumps(json.loads(self._tokenizer.to_str())["decoder"])
 
-    def save(self, folder: str | Path) -> None:
-        """Write all tokenizer files, including chat templates and generation_config.json, to ``folder``."""
-        for name, content in self._files.items():
+    def save(self, folder: str | Path, for_transformers: bool = False) -> None:
+        """Write all tokenizer files, including chat templates and generation_config.json, to ``folder``.
+
+        ``for_transformers``: such that transformers reads the same token ids from them, with what begins and ends a
+        text.
+        """
+        files = self._files
+        if for_transformers:
+            files = {name: content for name, content in files.items() if name != ENDS_FILE}
+            read = Tokenizer(files, self.name, is_foreign=True)
+            ends = None if read._ends == self._ends else self._ends
+            if ends is not None or read.fingerprint != self.fingerprint:
+                files |= export_files(self._tokenizer, files, ends)
+        for name, content in files.items():
             file = Path(folder) / name
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(content)
@@ -267,61 +334,44 @@ class Tokenizer:
         if which == "eos" and not any(self._settings.values()):
             return next((i for t in _COMMON_EOS if (i := self._tokenizer.token_to_id(t)) is not None), None)
         if which == "bos":  # the file's post-processor may add one that no setting names
-            with _translate_panic(self.name):
-                ids, text = (self._tokenizer.encode("a", add_special_tokens=adds).ids for adds in (True, False))
-            return ids[0] if ids[1 : len(text) + 1] == text and len(ids) > len(text) else None
+            with translate_panic(self.name):
+                before, _ = text_ends(self._tokenizer)
+            return before[0] if len(before) == 1 else None
         return None
 
-    def _detect_adds_bos(self) -> bool:
-        if self.bos_id is None:
-            return False
-        setting = self._settings.get("tokenizer_config.json", {}).get("add_bos_token")
-        if isinstance(setting, bool):
-            return setting
-        with _translate_panic(self.name):
-            return self._tokenizer.encode("a", add_special_tokens=True).ids[:1] == [self.bos_id]
+    def _read_ends(self, is_foreign: bool) -> tuple[Ends, Ends]:
+        """Return what begins and ends a text, and the default for toolkit's files: bos by setting, never eos."""
+        settings = self._settings.get(CONFIG_FILE, {})
+        with translate_panic(self.name):
+            before, _ = text_ends(self._tokenizer)
+            ends = text_ends(self._tokenizer, settings.get("tokenizer_class"), self.bos_id)
+        adds = {name: settings.get(f"add_{name}_token") for name in ("bos", "eos")}
+        adds_bos = adds["bos"] if isinstance(adds["bos"], bool) else before[:1] == [self.bos_id]
+        default: Ends = [self.bos_id] if adds_bos and self.bos_id is not None else [], []
+        if not is_foreign:
+            stored = parse_object(ENDS_FILE, self._files.get(ENDS_FILE, b"{}"))
+            for name, ids in stored.items():
+                if not (isinstance(ids, list) and all(type(i) is int and 0 <= i < self.vocab_size for i in ids)):
+                    raise ValueError(f"{ENDS_FILE}: {name} {ids!r:.40} must be a list of token ids")
+            return (stored.get("before", default[0]), stored.get("after", default[1])), default
+        for (name, setting), ids, id_ in zip(adds.items(), ends, (self.bos_id, self.eos_id), strict=True):
+            if isinstance(setting, bool) and setting != (id_ in ids):
+                added, article = ("none", "no") if setting else ("one", "a")
+                self.notes.append(
+                    f"{self.name}: {CONFIG_FILE} has add_{name}_token {str(setting).lower()}, but tokenizer.json adds "
+                    f"{added}: texts have {article} {name} token, as in transformers 5"
+                )
+        if ends != default:
+            self._files[ENDS_FILE] = to_json({"before": ends[0], "after": ends[1]})
+        return ends, default
 
 
-@contextmanager
-def _translate_panic(name: str) -> Iterator[None]:
-    """Convert a panic in the library's Rust code to UserError. PanicException is not an Exception.
-
-    One cause is a regular expression that exceeds the limit of ten million backtracking steps.
-    """
-    try:
-        yield
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":
-            raise
-        raise UserError(f"{name}: tokenizer.json: the tokenizers library fails on a text: {one_line(error)}") from None
-
-
-def _require_bounded(name: str, part: Any) -> None:
-    """Raise ValueError if replacements could expand a text without limit: 40 that double it make 1 TB of a letter."""
-    replacements = [] if part is None else _REPLACEMENT.findall(part.__getstate__().decode())
-    growth = math.prod(  # a regular expression may match nothing, between all characters
-        1 + len(new) if kind == "Regex" or not old else max(1, len(new) / len(old)) for kind, old, new in replacements
-    )
-    if growth > _MAX_GROWTH:
-        raise ValueError(f"tokenizer.json: its {name} can make a text {growth:.3g} times as long")
-
-
-def _read_tokenizer_files(folder: Path) -> dict[str, bytes]:
+def read_tokenizer_files(folder: Path) -> dict[str, bytes]:
     matches = {match for pattern in FILE_PATTERNS for match in folder.glob(pattern)}
     files = sorted(match for match in matches if match.is_file())
     for file in files:
         require_inside(file, folder)
     return {str(file.relative_to(folder)): read_bounded(file, "tokenizer") for file in files}
-
-
-def _parse_object(name: str, content: bytes) -> dict[str, Any]:
-    try:
-        parsed = parse_json(content)
-    except ValueError as error:
-        raise ValueError(f"{name} is not valid JSON: {error}") from error
-    if not isinstance(parsed, dict):
-        raise ValueError(f"{name} must contain a JSON object")
-    return parsed
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:

@@ -116,14 +116,14 @@ class RunGroup:
         except TimeoutError as error:
             raise UserError(f"{address}: {error} did not connect {limit}; {hint}") from None
 
-    def decide_on_rank0(self, decide: Callable[[], bool]) -> bool:
-        """Return rank 0's decision on every rank, before there is a process group."""
+    def decide_on_rank0(self, decide: Callable[[], bool], key: str = "decided") -> bool:
+        """Return rank 0's decision on every rank, before there is a process group. Each has its own ``key``."""
         if (store := self._store) is None:
             return decide()
         if self.world.global_rank == 0:
-            store.set("decided", str(decide()))
-        self._wait_for("decided", "for rank 0 to read the checkpoint")
-        return self._query_store(lambda: store.get("decided")) == b"True"
+            store.set(key, str(decide()))
+        self._wait_for(key, "for rank 0 to read the checkpoint")
+        return self._query_store(lambda: store.get(key)) == b"True"
 
     def prepare_in_turns(self, prepare: Callable[[], T]) -> T:
         """Call ``prepare`` on rank 0, then on the first rank of each other node, then on the rest (S5)."""

@@ -46,11 +46,16 @@ MAX_STAND_IN_RATIO = 100
 model wants 45 times as many, one of 124M parameters 1,075 times."""
 
 
-def prepare_data(args: RunArgs, seq_length: int | None, report: Report) -> PreparedData:
-    """Prepare the data with the tokenizer of --tokenizer_dir, else of the initial checkpoint, else of the data."""
+def prepare_data(
+    args: RunArgs, seq_length: int | None, report: Report, has_old_tokenizer: bool | None = None
+) -> PreparedData:
+    """Prepare the data with the tokenizer of --tokenizer_dir, else of the initial checkpoint, else of the data.
+
+    ``has_old_tokenizer``: whether to read --tokenizer_dir as older versions did.
+    """
     tokenizer, is_tokens = None, isinstance(args.data, PythonData)
     if args.tokenizer_dir is not None:
-        tokenizer = Tokenizer.load(args.tokenizer_dir)
+        tokenizer = Tokenizer.load(args.tokenizer_dir, report=report, is_own=has_old_tokenizer or None)
     elif args.base_dir is not None and not (is_tokens and not (args.base_dir / "tokenizer.json").is_file()):
         tokenizer = Tokenizer.load(args.base_dir, "checkpoint_dir")
     if (repository := own_repository(args)) is not None:

@@ -13,6 +13,7 @@ from toolkit.checkpoints.store import newest_first, step_in_name
 from toolkit.checkpoints.weights import load_state
 from toolkit.config import OptimizerArgs
 from toolkit.data.cache import hash_inputs
+from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError, one_line, option_text
 from toolkit.io.safe_parse import read_json
 from toolkit.models.config import Fields, ModelConfig
@@ -198,3 +199,11 @@ def uses_old_ends(resume_from: Path | None) -> bool:
         with suppress(UserError):  # a damaged checkpoint is reported later, and an older one may be used
             return not read_meta(folder).get("document_ends")
     return False
+
+
+def uses_old_tokenizer(tokenizer_dir: str | Path | None, resume_from: Path | None) -> bool:
+    """Whether the run to resume began with a version that read the files of ``tokenizer_dir`` differently."""
+    if tokenizer_dir is None or resume_from is None or not (resume_from / "tokenizer.json").is_file():
+        return False
+    old, new = (Tokenizer.load(tokenizer_dir, is_own=is_own).fingerprint for is_own in (True, None))
+    return old != new and Tokenizer.load(resume_from).fingerprint == old

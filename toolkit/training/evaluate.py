@@ -90,7 +90,7 @@ def open_checkpoint(options: EvaluateOptions) -> EvaluatedModel:
     choose_attention_kernels(fixed_shapes=False, has_masks=True)
     tokenizer = None
     if options.tokenizer_dir is not None:
-        tokenizer = Tokenizer.load(options.tokenizer_dir)
+        tokenizer = Tokenizer.load(options.tokenizer_dir, report=notice)
     elif (folder / "tokenizer.json").is_file():
         tokenizer = Tokenizer.load(folder, flag="checkpoint_dir")
     return EvaluatedModel(options, folder, fabric, tokenizer)

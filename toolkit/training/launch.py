@@ -33,7 +33,7 @@ from toolkit.planning.data import complete, prepare_data
 from toolkit.planning.plan import device_spec_of
 from toolkit.planning.resolve import DeviceSpec, ResolvedConfig
 from toolkit.planning.run_args import RunArgs
-from toolkit.training.checkpoint_meta import uses_old_ends
+from toolkit.training.checkpoint_meta import uses_old_ends, uses_old_tokenizer
 from toolkit.training.hyperparameters import keep_old_ends
 from toolkit.training.start_state import StartState, keep_fused_qkv, prepare_start_state, read_progress
 from toolkit.training.verify import fetch_on_other_nodes, find_intact
@@ -136,8 +136,9 @@ def launch_run(config: ResolvedConfig, world: WorldInfo, stack: ExitStack, is_sh
         resume_from = resolve_resume(args.resume, out_dir)
     if group.decide_on_rank0(lambda: uses_old_ends(resume_from)):
         keep_old_ends(args.data)
+    old_tokenizer = group.decide_on_rank0(lambda: uses_old_tokenizer(args.tokenizer_dir, resume_from), "tokenizer")
     display.phase("preparing data")
-    data = group.prepare_in_turns(lambda: prepare_data(args, config.max_seq_length, display.message))
+    data = group.prepare_in_turns(lambda: prepare_data(args, config.max_seq_length, display.message, old_tokenizer))
     group.init_process_group()
     fetch_on_other_nodes(remote, args.resume, resume_from, world)
     resume_from, damaged = find_intact(args, resume_from, world.local_rank == 0, display)

@@ -11,6 +11,7 @@ import torch
 from helpers.cases import slow_except
 from helpers.peak_memory import with_path
 from safetensors.torch import load_file, save_file
+from tokenizers import processors
 
 from tests.checkpoints.test_adapters import write_base
 from tests.models.test_lora import base
@@ -19,7 +20,7 @@ from toolkit.checkpoints.hf.export_hf import export_hf
 from toolkit.checkpoints.hf.import_hf import import_hf
 from toolkit.checkpoints.weights import load_weights
 from toolkit.cli import main
-from toolkit.data.tokenizer import train_bpe
+from toolkit.data.tokenizer import Tokenizer, train_bpe
 from toolkit.errors import UserError
 
 transformers = pytest.importorskip("transformers")
@@ -200,6 +201,29 @@ def test_tokenizer_and_template_files_round_trip(tmp_path):
     }
     assert json.loads((tmp_path / "back" / "config.json").read_text())["eos_token_id"] == [0, 5]
     assert transformers.GenerationConfig.from_pretrained(str(tmp_path / "back")).eos_token_id == [0, 5]
+
+
+def test_ids_of_transformers_stay_in_checkpoint_copies_and_export(tmp_path):
+    """bos by setting alone, eos by tokenizer.json, and a token that tokenizer.json lacks."""
+    save(tmp_path / "hf")
+    trained = train_bpe(["the text of the tokenizer"], 280)
+    core = trained._tokenizer
+    end = trained.special_tokens["eos_token"]
+    core.post_processor = processors.TemplateProcessing(f"$A {end}", f"$A {end} $B {end}", [(end, trained.eos_id)])
+    config = trained.settings("tokenizer_config.json") | {"add_bos_token": True, "extra_special_tokens": ["<tool>"]}
+    changed = {"tokenizer.json": core.to_str().encode(), "tokenizer_config.json": json.dumps(config).encode()}
+    trained.with_files(changed).save(tmp_path / "hf")
+    text = "the <tool> text"
+    expected = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")(text)["input_ids"]
+    (note,) = import_hf(tmp_path / "hf", tmp_path / "m")
+    assert note.endswith("texts have no bos token, as in transformers 5")
+    assert main(["average", str(tmp_path / "average"), f"--checkpoint_dirs={tmp_path / 'm'},{tmp_path / 'm'}"]) == 0
+    assert main(["convert_to_litgpt", str(tmp_path / "average"), str(tmp_path / "litgpt")]) == 0
+    export_hf(tmp_path / "litgpt", tmp_path / "back")
+    for name in ("m", "average", "litgpt", "back"):
+        assert Tokenizer.load(tmp_path / name).encode(text, eos=None) == expected, name
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "back")(text)["input_ids"] == expected
+    assert json.loads((tmp_path / "litgpt" / "tokenizer_config.json").read_text())["add_bos_token"] is False
 
 
 def test_hub_cache_symlinks_are_followed(tmp_path):

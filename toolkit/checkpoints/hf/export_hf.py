@@ -21,7 +21,7 @@ from toolkit.checkpoints.scratch import trim_after
 from toolkit.checkpoints.store import require_new_folder, write_folder
 from toolkit.checkpoints.weights import Tensors
 from toolkit.data.chat.template import GENERATION_FILE, eos_tokens
-from toolkit.data.tokenizer import FILE_PATTERNS, Tokenizer
+from toolkit.data.tokenizer import ENDS_FILE, FILE_PATTERNS, Tokenizer
 from toolkit.errors import GuardError, UserError, one_line, require_package
 from toolkit.io.safe_parse import read_json_object
 from toolkit.models.config import Fields, ModelConfig, ModelOverrides
@@ -67,9 +67,10 @@ def export_hf(
 
     def write(folder: Path) -> None:
         warn_nonfinite(_write_weights(folder, weights, config, dtype), out_dir)
-        copy_files(checkpoint_dir, folder, FILE_PATTERNS)
-        if config.head is not None and tokenizer is not None and tokenizer.pad_id is not None:
-            tokenizer.with_pad(tokenizer.pad_id).save(folder)  # transformers pads batches of texts with it
+        copy_files(checkpoint_dir, folder, FILE_PATTERNS, exclude=[checkpoint_dir / ENDS_FILE])
+        if tokenizer is not None:
+            pad = None if config.head is None else tokenizer.pad_id  # transformers pads batches of texts with it
+            (tokenizer if pad is None else tokenizer.with_pad(pad)).save(folder, for_transformers=True)
         ids = _token_ids(checkpoint_dir, base, config, tokenizer)
         _write_config_files(folder, config, ids, dtype or weights["transformer.wte.weight"].dtype)
         write_model_card(folder / "README.md", config, checkpoint_dir, tokenizer is not None)

@@ -23,7 +23,7 @@ from toolkit.checkpoints.merge import copy_files
 from toolkit.checkpoints.scratch import mmap_copy
 from toolkit.checkpoints.store import WEIGHTS, require_new_folder, write_model_folder
 from toolkit.checkpoints.weights import require_compatible
-from toolkit.data.tokenizer import FILE_PATTERNS, Tokenizer
+from toolkit.data.tokenizer import FILE_PATTERNS, Tokenizer, read_tokenizer_files
 from toolkit.errors import UserError, join_first, one_line
 from toolkit.io.safe_parse import read_json_object, write_yaml
 from toolkit.models.config import ModelConfig
@@ -59,7 +59,7 @@ def import_hf(
     require_new_folder(out_dir)
     config, notes = read_hf_config(hf_dir, name=out_dir.resolve().name), _notes_of_config(hf_dir)
     notes += require_intact(hf_dir, f"hf_dir {hf_dir}") if verify else []
-    tokenizer_json, notes_of_tokenizer = _convert_tokenizer(hf_dir, config)
+    tokenizer, notes_of_tokenizer = _read_tokenizer(hf_dir, config)
     try:
         stored, notes_of_unused = _drop_unused(_add_prefix(find_weights(hf_dir), config), config)
         config, notes_of_head = resolve_tied_head(stored, config)
@@ -73,8 +73,8 @@ def import_hf(
             copy_files(hf_dir, folder, (*FILE_PATTERNS, CONFIG, ORIGIN_FILE))
             if not (folder / ORIGIN_FILE).exists():
                 write_yaml(folder / ORIGIN_FILE, {"hf_dir": str(hf_dir.resolve())})
-            if tokenizer_json is not None:
-                (folder / "tokenizer.json").write_bytes(tokenizer_json)
+            if tokenizer is not None:  # it may be changed
+                tokenizer.save(folder)
             if config.head is not None:
                 notes.extend(_name_pad_token(folder))
 
@@ -169,25 +169,26 @@ def _notes_of_config(hf_dir: Path) -> list[str]:
     return notes
 
 
-def _convert_tokenizer(hf_dir: Path, config: ModelConfig) -> tuple[bytes | None, list[str]]:
-    """Convert a SentencePiece model if the folder has no tokenizer.json.
+def _read_tokenizer(hf_dir: Path, config: ModelConfig) -> tuple[Tokenizer | None, list[str]]:
+    """Return the folder's tokenizer (None if there is none), and notes for the user.
 
-    Returns the content of the new tokenizer.json (None if there is none) and notes for the user.
+    Converts a SentencePiece model if the folder has no tokenizer.json.
     """
     hint = "copy one and its companion files into that folder; training and evaluate also take --tokenizer_dir"
     if (hf_dir / "tokenizer.json").is_file():
-        return None, _vocab_size_warning(Tokenizer.load(hf_dir, flag="hf_dir"), config)
+        tokenizer = Tokenizer.load(hf_dir, "hf_dir", is_own=False)
+        return tokenizer, tokenizer.notes + _vocab_size_warning(tokenizer, config)
     model = next((hf_dir / name for name in SENTENCEPIECE if (hf_dir / name).is_file()), None)
     if model is None:
         return None, [f"warning: {hf_dir} holds no tokenizer.json: {hint}"]
     try:
-        tokenizer_json = convert_sentencepiece(model)
-        size_warning = _vocab_size_warning(Tokenizer({"tokenizer.json": tokenizer_json}, model.name), config)
+        tokenizer_files = read_tokenizer_files(hf_dir) | {"tokenizer.json": convert_sentencepiece(model)}
+        tokenizer = Tokenizer(tokenizer_files, model.name, is_foreign=True)
     except ValueError as error:
         failed = f"warning: {hf_dir} holds no tokenizer.json, and {model.name} was not converted: {error}"
         return None, [f"{failed}; or copy a tokenizer.json and its companion files into that folder"]
     note = f"converted {model.name} to tokenizer.json; both encode the probe texts identically"
-    return tokenizer_json, [note, *size_warning]
+    return tokenizer, [note, *_vocab_size_warning(tokenizer, config)]
 
 
 def convert_sentencepiece(model: Path) -> bytes:

@@ -216,8 +216,8 @@ class TemplateRenderer:
             return last
         if eos is None:
             raise self._error(
-                "the template has no end-of-turn token, and the tokenizer has no eos token; set eos_token in "
-                "tokenizer_config.json"
+                "the template has no end-of-turn token, and the tokenizer has no eos token; "
+                + self._tokenizer.missing_hint("eos")
             )
         if eos not in self._texts:
             raise self._error(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from os.path import commonprefix
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from toolkit.data.base import TrainOn, Values, file_errors
+from toolkit.data.base import TrainOn, file_errors
 from toolkit.data.chat.renderer import (
     EXAMPLE,
     GENERATION_FILE,
@@ -23,12 +22,12 @@ from toolkit.data.chat.renderer import (
     TemplateRenderer,
     Tools,
 )
+from toolkit.data.hf_tokenizer import CONFIG_FILE, to_json
 from toolkit.data.sft.messages import Conversation, EmptyAnswerError, Message, answer_weights
 from toolkit.data.tokenizer import Spans, Tokenizer
 from toolkit.errors import UserError, did_you_mean
 
 TEMPLATE_FILE = "chat_template.jinja"
-CONFIG_FILE = "tokenizer_config.json"
 _STYLES = files("toolkit.data.chat") / "prompt_styles"
 # First lines of the built-in prompt styles, adapted to the tokenizer.
 _BEGIN = "{%- set begin = bos_token %}"
@@ -49,11 +48,16 @@ class Encoding(NamedTuple):
 
 
 def encode_text(
-    tokenizer: Tokenizer, text: str, template: ChatTemplate | None = None, prompt_length: int = -1, eos: bool = True
+    tokenizer: Tokenizer,
+    text: str,
+    template: ChatTemplate | None = None,
+    prompt_length: int = -1,
+    eos: bool | None = True,
 ) -> Encoding:
     """Tokenize plain text with loss after ``prompt_length`` characters, the prompt. -1: on every token.
 
-    Adds ``eos``, unless the text ends with it or another end token of ``template``, and bos if the tokenizer adds it.
+    Adds eos, unless the text ends with it or another end token of ``template``, and bos if the tokenizer adds it. None
+    adds eos only if the tokenizer adds it.
     """
     ids, offsets = tokenizer.encode_with_offsets(text)
     is_ended = template is not None and ids[-1:] != [] and ids[-1] in template.stop_ids
@@ -137,12 +141,12 @@ class ChatTemplate(TemplateRenderer):
             changed[TEMPLATE_FILE] = self.source.encode()
             config = self._tokenizer.settings(CONFIG_FILE)
             if "chat_template" in config:  # older transformers versions read only this file
-                changed[CONFIG_FILE] = _to_json(config | {"chat_template": self.source})
+                changed[CONFIG_FILE] = to_json(config | {"chat_template": self.source})
         generation = self._tokenizer.settings(GENERATION_FILE)
         generation["eos_token_id"] = self.stop_ids
         if self._tokenizer.bos_id is not None:
             generation.setdefault("bos_token_id", self._tokenizer.bos_id)
-        changed[GENERATION_FILE] = _to_json(generation)
+        changed[GENERATION_FILE] = to_json(generation)
         return self._tokenizer.with_files(changed)
 
     def _without_end(self, message: Message) -> Message:
@@ -276,10 +280,6 @@ class ChatTemplate(TemplateRenderer):
 
 def _answers(messages: Conversation) -> list[int]:
     return [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
-
-
-def _to_json(content: Values) -> bytes:
-    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def eos_tokens(tokenizer: Tokenizer) -> int | list[int] | None:

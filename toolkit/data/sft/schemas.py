@@ -57,7 +57,7 @@ class Record:
         tools: Tools available to the assistant, for the template; None without a tools column.
         is_good: In preferences, whether to prefer the completion. Answers of its prompt have weight 0.
         prompt_length: Characters of ``text`` that are the prompt; -1 if there is none.
-        has_eos: Whether the tokens of ``text`` end with eos.
+        has_eos: Whether the tokens of ``text`` end with eos. None: if the tokenizer adds it.
         label: The label of a classification as the file has it; of a completion to score, the margin of its pair; of
             a prompt, its choices.
         unread: The row's columns that have a value and are not used.
@@ -69,7 +69,7 @@ class Record:
     tools: list[Values] | None = None
     is_good: bool = True
     prompt_length: int = -1
-    has_eos: bool = True
+    has_eos: bool | None = True
     label: Any = None
     unread: frozenset[str] = frozenset()
 
@@ -274,7 +274,7 @@ def _parse_unlabeled(row: _Row) -> list[Record]:
         return [_make_record(messages, row)]
     names = [column, *(["text_pair"] if "text_pair" in row else [])]
     texts = [require_string(_require_value(row, name), f"{row.where}: {row.names[name]}") for name in names]
-    return [Record(None, "\n".join(texts), row.where, has_eos=False)]
+    return [Record(None, "\n".join(texts), row.where, has_eos=None)]
 
 
 def _parse_labeled(row: _Row) -> list[Record]:

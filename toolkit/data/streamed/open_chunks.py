@@ -16,7 +16,7 @@ from toolkit.data.streamed.open import require_budget
 from toolkit.data.streamed.order import RowSpans, SegmentRows, StreamedRows
 from toolkit.data.streamed.reader import StreamReader
 from toolkit.data.streamed.stream import Stream
-from toolkit.data.tokenizer import Tokenizer
+from toolkit.data.tokenizer import ENDS_FILE, Tokenizer
 from toolkit.data.tokens.chunks import INDEX
 from toolkit.data.tokens.store import SPLITS, TOKENS, TokenStore
 from toolkit.errors import UserError, count_of
@@ -26,7 +26,7 @@ from toolkit.io.tempfiles import sweep
 
 _TOKENIZER_FILES = (  # by name, as some storage cannot be listed
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json",
+    "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json", ENDS_FILE,
 )  # fmt: skip
 
 

@@ -66,7 +66,9 @@ class Stream:
             return cls(folder, ChunkSegments(folder / "chunks", values["urls"]), None)
         values["files"] = [SourceFile(**file) for file in values["files"]]
         values["segment_bytes"] = values.pop("unit_bytes")
-        return cls(folder, TextSegments(**values), Tokenizer.load(folder / "tokenizer", flag="the cached tokenizer"))
+        return cls(
+            folder, TextSegments(**values), Tokenizer.load(folder / "tokenizer", "the cached tokenizer", is_own=True)
+        )
 
     def segment_folder(self, number: int) -> Path:
         return self.folder / "units" / f"{number:06d}"

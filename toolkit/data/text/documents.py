@@ -182,7 +182,7 @@ def added_bos(ends: DocumentEnds, tokenizer: Any) -> AddedBos | None:
 def choose_ends(add_bos: AddBos, tokenizer: Tokenizer | None, tails: Iterable[str], report: Report) -> DocumentEnds:
     """Return how documents begin and end, by ``--data.add_bos`` and the last characters of some documents."""
     if tokenizer is not None and tokenizer.eos_id is None:
-        raise UserError(f"{tokenizer.name}: has no end-of-document token; set eos_token in tokenizer_config.json")
+        raise UserError(f"{tokenizer.name}: has no end-of-document token; {tokenizer.missing_hint('eos')}")
     names = {"eos_token": END_OF_TEXT} if tokenizer is None else tokenizer.special_tokens
     adds_bos = tokenizer is not None and tokenizer.adds_bos
     if add_bos is None:
@@ -190,8 +190,8 @@ def choose_ends(add_bos: AddBos, tokenizer: Tokenizer | None, tails: Iterable[st
             report("Data: documents begin without bos, as in toolkit 0.1.0 (--data.add_bos null)")
         return ""
     if add_bos is True or (add_bos == AUTO and adds_bos):
-        hint = "the tokenizer has no bos token; set bos_token in tokenizer_config.json"
-        require("bos_token" in names, "add_bos", "true", hint)
+        hint = "set --tokenizer_dir" if tokenizer is None else tokenizer.missing_hint("bos")
+        require("bos_token" in names, "add_bos", "true", f"the tokenizer has no bos token; {hint}")
         how = f"begins with {names['bos_token']} and ends with {names['eos_token']}"
         report(f"Data: each document {how} (--data.add_bos {str(add_bos).lower()})")
         return "bos"

@@ -128,7 +128,7 @@ def _open(
     """Read a prepared folder. Raises one of DAMAGE_ERRORS if damaged."""
     manifest = read_manifest(folder, key)
     if tokenizer is None:
-        tokenizer = Tokenizer.load(folder / "tokenizer", flag="the cached tokenizer")
+        tokenizer = Tokenizer.load(folder / "tokenizer", "the cached tokenizer", is_own=True)
     if tokenizer.fingerprint != manifest.get("tokenizer"):
         raise ValueError("the tokenizer was changed")
     train, val = open_splits(folder, manifest, block_size, stride)
