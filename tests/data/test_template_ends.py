@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from helpers.cases import check_each
 
 from toolkit.data.chat.template import ChatTemplate, eos_tokens
 from toolkit.data.tokenizer import Tokenizer, train_bpe
@@ -183,3 +184,53 @@ def test_a_call_without_a_known_end_names_generation_config(load):
     source = (TEMPLATES / "gpt_oss.jinja").read_text().replace("<|call|>", "<|go|>")
     with pytest.raises(UserError, match="tool calls of message 2 end with none of .*eos_token_id in generation_config"):
         load("gpt_oss", source)[0].encode(CALL, "answers", TOOLS)
+
+
+QUOTES = """\
+{%- for message in messages %}
+{{- '<|turn|>' + message.role + '\\n' }}
+{%- if message.role == 'assistant' %}{{ SEEN }}{% endif %}
+{{- message.content + '<|end_turn|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|turn|>assistant\\n' }}{% endif %}
+"""
+
+
+def make(load, monkeypatch, source, *listed):
+    monkeypatch.setitem(EOS, "small", ("<|end_turn|>", ["<|end_turn|>", *listed] if listed else None))
+    return load("small", source)
+
+
+def test_a_tool_answer_in_the_turn_of_its_call_has_no_loss(load, monkeypatch):
+    """It is refused if nothing says what ends a call, and else has the mask of the template's generation tags."""
+    from transformers import AutoTokenizer
+
+    source = (TEMPLATES / "diffusion_gemma.jinja").read_text()
+    template, _ = make(load, monkeypatch, source)
+    with pytest.raises(UserError, match="tool calls of message 2 end with none of .*eos_token_id in generation_config"):
+        template.encode(CALL, "answers")
+    template, folder = make(load, monkeypatch, source, "<|end_call|>")
+    hf = AutoTokenizer.from_pretrained(folder)
+
+    def check(messages):
+        encoded = template.encode(messages, "answers")
+        options = {"return_dict": True, "return_assistant_tokens_mask": True}
+        expected = hf.apply_chat_template(messages, **options)
+        assert encoded.ids == expected["input_ids"]
+        assert encoded.loss_mask == [bool(mask) for mask in expected["assistant_masks"]]
+
+    check_each(check, [TWO, CALL, CALL[:4], [said("system", "rain"), *TWO]])
+    assert trained(template, CALL)[0] == '<|call|>weather{"city": "Rome"}<|end_call|>'
+
+
+def test_a_template_that_repeats_text_in_an_answer_is_refused(load, monkeypatch):
+    template, _ = make(load, monkeypatch, QUOTES.replace("SEEN", "'Re: ' + messages[loop.index0 - 1].content + ': '"))
+    with pytest.raises(
+        UserError, match=r"the text of message 1 \(user\) is in an answer, where it would be trained on"
+    ):
+        template.encode(TWO, "answers")
+    reads = "'<think></think>' if '/no_think' in messages[loop.index0 - 1].content else ''"
+    template, _ = make(load, monkeypatch, QUOTES.replace("SEEN", reads))
+    rows = [said("user", "q /no_think"), said("assistant", "q /no_think a"), *TWO]
+    answers = ["<think></think>q /no_think a<|end_turn|>", "a<|end_turn|>", "b<|end_turn|>"]
+    assert trained(template, rows) == answers

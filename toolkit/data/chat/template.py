@@ -188,7 +188,34 @@ class ChatTemplate(TemplateRenderer):
         if self._appended and answers[-1:] == [len(messages) - 1]:
             eos = self._appended[bool(messages[-1].get("tool_calls"))]
             text += eos
-        return text, [self._locate(messages, i, text, eos, tools) for i in answers]
+        spans = [self._locate(messages, i, text, eos, tools) for i in answers]
+        self._require_own_text(messages, [text[start:end] for start, end in spans], eos, tools)
+        return text, spans
+
+    def _require_own_text(self, messages: Conversation, parts: list[str], eos: str, tools: Tools) -> None:
+        """Raise UserError if a part with loss has text of another role: it is not the same beside another text."""
+        placeholders = {
+            i: f"message{i}placeholder"
+            for i, message in enumerate(messages)
+            if message["role"] != "assistant" and (message.get("content") or "").strip()
+        }
+        other = [{**one, "content": placeholders.get(i, one.get("content"))} for i, one in enumerate(messages)]
+        try:
+            text, position = self.render(other, tools=tools) + eos, 0
+            for part in parts:
+                position = text.find(part, position) + len(part) if position >= 0 and part in text[position:] else -1
+            if position >= 0:
+                return
+            # A template may read the text, such as /no_think, and begin answers in another way.
+            spans = [self._locate(other, i, text, eos, tools) for i in _answers(other)]
+        except UserError:  # the template needs the text
+            return
+        for i, placeholder in placeholders.items():
+            if any(placeholder in text[start:end] for start, end in spans):
+                raise self._error(
+                    f"the text of message {i + 1} ({messages[i]['role']}) is in an answer, where it would be trained "
+                    "on; choose a --data.prompt_style, or provide another --data.chat_template"
+                )
 
     def _locate(self, messages: Conversation, i: int, text: str, eos: str, tools: Tools) -> tuple[int, int]:
         """Return the span [start, end) of message ``i``, located by rendering a placeholder instead of the answer."""
@@ -200,6 +227,10 @@ class ChatTemplate(TemplateRenderer):
                     f"the text after message {i + 1} depends on that message, so its end cannot be located"
                 )
             content_end = len(text) - len(after)
+            if messages[i].get("tool_calls") and messages[i + 1 :]:  # a tool's answer may be dropped without its call
+                limit = self._surrounding_text(messages, i + 1, text, tools)[0]
+                if text.startswith(limit) and content_end > len(limit):
+                    raise self._error(f"the text of message {i + 2} depends on message {i + 1}")
             end = content_end + self._length_of_end(after, i)
         except UserError:
             if not messages[i].get("tool_calls"):
