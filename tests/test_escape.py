@@ -362,7 +362,8 @@ def test_model_card_has_no_command_of_a_stranger_and_no_private_text(tmp_path):
     assert "see c.txt or d.txt" in card(plain | private)
     for settings in (
         {"model_name": "pico-llama; touch PWNED"}, {"model_name": "--help"}, {"extensions": ["evil"]}, private,
-        {"data": {"class_path": "evil.Data"}}, {"checkpoint_dir": "a/b; touch PWNED"},
+        {"data": {"class_path": "evil.Data"}}, {"callbacks": "evil.C"}, {"optimizer": {"name": "evil.O"}},
+        {"objective": "evil.Objective"}, {"checkpoint_dir": "a/b; touch PWNED"},
         {"checkpoint_dir": "a/$(touch PWNED)", "lora_r": 8},
     ):  # fmt: skip
         text = card(plain | settings)

@@ -1,7 +1,7 @@
 """Escape text on its way out: names, paths, labels and settings, which a stranger may have written.
 
 Whoever writes shell commands, YAML, Markdown, HTML, CSV, comments or lines for a terminal calls these functions, and
-nobody escapes text in another way; tests/test_escape.py finds those who do. Imports nothing heavy.
+nobody escapes text in another way; tests/test_imports.py finds those who do. Imports nothing heavy.
 """
 
 import re

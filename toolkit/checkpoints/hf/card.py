@@ -19,7 +19,6 @@ from toolkit.ui.loggers import read_metrics
 from toolkit.ui.progress import format_metric, metric_label, metric_names
 
 _POSITIONAL = ("checkpoint_dir", "model_name")
-_CLASSES = ("data", "objective")
 # Options that only matter where the run was made.
 _LOCAL = ("out_dir", "resume", "staging_dir", "log", "logger_name", "profile", "profiler", "cache_dir", *_POSITIONAL)
 _NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)  # of an architecture, or of a model on the hub
@@ -143,12 +142,15 @@ def _describe_settings(settings: dict[str, Any], base: str) -> str:
     command, model = "pretrain", str(settings.get("model_name"))
     if "checkpoint_dir" in settings:
         command, model = "finetune_lora" if "lora_r" in settings else "finetune_full", base
+
+    def option(group: str, name: str) -> Any:
+        return values.get(name) if isinstance(values := settings.get(group), dict) else values
+
     # a command only for settings of toolkit alone: others may name other code, and metrics are left out
-    classes = [option.get("class_path") for name in _CLASSES if isinstance(option := settings.get(name), dict)]
-    evaluation = settings.get("eval")
-    has_code = "extensions" in settings or (isinstance(evaluation, dict) and evaluation.get("metric"))
+    has_code = settings.get("extensions") or settings.get("callbacks") or option("eval", "metric")
+    classes = option("data", "class_path"), option("objective", "class_path"), option("optimizer", "name")
     line = "The settings of the run:"
-    if _NAME.fullmatch(model) and not has_code and all(str(c).isidentifier() for c in classes):
+    if _NAME.fullmatch(model) and not has_code and all(c is None or str(c).isidentifier() for c in classes):
         words = f"toolkit {command} {model} --config settings.yaml"
         line = f"`{words}` repeats the run, with the paths in `settings.yaml` corrected:"
     return f"""
