@@ -72,11 +72,12 @@ class Alone(Callback):
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_a_run_does_what_the_package_does_and_saves_its_average(corpus, tmp_path, name):
+def test_a_run_does_what_the_package_does_and_saves_its_average(corpus, tmp_path, capsys, name):
     alone = Alone(name)
     optimizer = OptimizerArgs(name=name, options=OPTIONS.get(name, {}))
     run_training(arguments(corpus, tmp_path / "run", train=TRAIN, optimizer=optimizer), [alone])
     assert alone.optimizer.param_groups[0]["k" if name == "AdamWScheduleFree" else "step"] == 6 and not alone.differs
+    assert ("the first step computes eigenvectors of matrices" in capsys.readouterr().out) == (name == "SOAP")
     saved = load_weights(tmp_path / "run" / "final")
     assert alone.average and all(torch.equal(saved[name], value) for name, value in alone.average.items())
 

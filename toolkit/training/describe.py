@@ -32,6 +32,11 @@ def describe_run(launch: Launch, reader: DataReader) -> Iterator[str]:
         yield scaled
     if args.requested is not None and args.train.lr_schedule != args.requested.train.lr_schedule:
         yield f"LR schedule: {args.train.lr_schedule} after the warm-up, as {config.optimizer['name']} needs it"
+    if config.optimizer["name"] == "SOAP":
+        limit = config.optimizer.get("max_precondition_dim", 10_000)
+        size = max((n for p in state.model.module.parameters() for n in p.shape if n <= limit), default=0)
+        less = "--optimizer.options '{max_precondition_dim: 512}' leaves out larger ones"
+        yield f"SOAP: the first step computes eigenvectors of matrices of up to {size:,} x {size:,}; {less}"
     yield from filter(None, [describe_stand_in(config, launch.data)])
     yield from reader.describe()
     if (reason := config.reasons.get("train.micro_batch_size")) is not None:
