@@ -3,11 +3,13 @@
 import functools
 import json
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from helpers.cases import check_each, has_slow_tests
 from helpers.tiny_configs import HF_CONFIGS, LLAMA
 from helpers.tiny_models import from_folder, randomize, relative_error, token_ids
 from safetensors.torch import save_file
@@ -16,7 +18,7 @@ from toolkit.checkpoints.folder import load_model
 from toolkit.checkpoints.hf.export_hf import export_hf
 from toolkit.checkpoints.hf.import_hf import import_hf
 from toolkit.errors import UserError
-from toolkit.models.families import FAMILIES, config_from_hf, family_of, get_config
+from toolkit.models.families import FAMILIES, MULTIMODAL, config_from_hf, family_of, get_config
 from toolkit.models.gpt import GPT
 from toolkit.models.rope import attention_factor, inverse_frequencies
 
@@ -301,14 +303,37 @@ def test_text_model_of_multimodal_config_is_read():
     assert config_from_hf(small) == config_from_hf(GROUPED | {"model_type": "mistral"})
     with pytest.raises(UserError, match="'llava' is not supported: it is multimodal; save .*'mistral'"):
         config_from_hf({"model_type": "llava", "text_config": {"model_type": "mistral"}})
-    with pytest.raises(UserError, match="'mistral3' is not supported: it is multimodal; use a text-only model"):
+    with pytest.raises(UserError, match="'mistral3' is not supported: .*; the closest that is: 'mistral'"):
         config_from_hf({"model_type": "mistral3", "text_config": {"model_type": "mistral4"}})
-    with pytest.raises(UserError, match="'qwen3_next' is not supported: most of its layers have linear attention"):
-        config_from_hf({"model_type": "qwen3_next"})
     with pytest.raises(UserError, match="'qwen2_vl' is not supported: it is multimodal; use a text-only model"):
         config_from_hf({"model_type": "qwen2_vl", "vision_config": {}})
     with pytest.raises(UserError, match="^config.json: is_causal False: of a 'gemma3_text' model"):
         config_from_hf(GEMMA_3_12B | {"is_causal": False})
+
+
+REASONS = {
+    "mamba2": "state space layers; only", "bart": "an encoder; ", "deepseek_v32": "sparse attention; .*: 'deepseek_v3'",
+    "qwen3_next": "linear attention; the closest that is: 'qwen3'", "lfm2": "convolutions; ", "glm4_moe": ".*'glm4'",
+    "qwen3_5": "multimodal, and its text model's model_type 'qwen3_5_text' .*linear attention; .*'qwen3'",
+    "gemma3n": "multimodal, .*'gemma3n_text' is not supported; .*: 'gemma3_text'", "rwkv": "recurrent layers; ",
+}  # fmt: skip
+
+
+def test_unsupported_types_say_the_reason_and_the_closest_type(request):
+    """Of every type that transformers lists."""
+    auto = transformers.models.auto.modeling_auto
+    listed = {*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
+
+    def check(kind):
+        try:
+            values = transformers.AutoConfig.for_model(kind).to_dict()
+        except Exception:
+            return  # some have no valid defaults
+        words = f"^config.json: model_type '{kind}' is not supported.*{REASONS.get(kind, '')}"
+        with pytest.raises(UserError, match=words):
+            config_from_hf(values)
+
+    check_each(check, sorted(listed - FAMILIES.keys() - MULTIMODAL.keys()) if has_slow_tests(request) else REASONS)
 
 
 def save_multimodal_model(folder, kind):
@@ -339,6 +364,7 @@ def test_text_model_of_multimodal_model_has_equal_logits(kind, named, tmp_path):
         save_file(weights, tmp_path / "hf" / "model.safetensors")
     notes, ids = import_hf(tmp_path / "hf", tmp_path / "native"), token_ids() % 90
     assert any("weights that the model does not use" in note for note in notes)
+    assert any(re.fullmatch(rf"note: {kind} is multimodal; only its text model \(.*\) is read", note) for note in notes)
     native = load_model(tmp_path / "native").eval()
     export_hf(tmp_path / "native", tmp_path / "back")
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()

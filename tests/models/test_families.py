@@ -40,9 +40,9 @@ def test_old_and_new_rope_keys_are_equivalent():
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"model_type": "mamba"}, "'mamba' is not supported; only llama, .*, granite"),
-        ({"model_type": "qwen"}, "'qwen' is not supported; .*; did you mean 'qwen3'"),
-        ({"model_type": "nemotron"}, "'nemotron' is not supported; [^;]*$"),
+        ({"model_type": "mamba"}, "'mamba' is not supported: it has state space layers; only llama, .*, granite"),
+        ({"model_type": "qwen"}, "'qwen' is not supported; the closest that is: 'qwen3'"),
+        ({"model_type": "nemotron"}, "'nemotron' is not supported; only llama, .*"),
         ({"model_type": None}, "model_type None"),
         ({"model_type": ["llama"]}, "is not supported"),
         (

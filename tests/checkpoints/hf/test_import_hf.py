@@ -347,7 +347,7 @@ BAD = {
     "no object": (lambda f: (f / "config.json").write_text("[]"), "config.json: must hold a JSON object"),
     "architecture": (
         lambda f: change_json(f / "config.json", model_type="qwen"),
-        "config.json: model_type 'qwen' is not supported; only llama, .*; did you mean 'qwen3'",
+        "config.json: model_type 'qwen' is not supported; the closest that is: 'qwen3'",
     ),
     "size": (lambda f: change_json(f / "config.json", hidden_size="wide"), "config.json"),
     "negative": (lambda f: change_json(f / "config.json", num_hidden_layers=-1), "num_hidden_layers -1"),

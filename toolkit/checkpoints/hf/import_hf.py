@@ -27,7 +27,7 @@ from toolkit.data.tokenizer import FILE_PATTERNS, Tokenizer, read_tokenizer_file
 from toolkit.errors import UserError, join_first, one_line
 from toolkit.io.safe_parse import read_json_object, write_yaml
 from toolkit.models.config import ModelConfig
-from toolkit.models.families import config_from_hf, family_of
+from toolkit.models.families import MULTIMODAL, config_from_hf, family_of
 from toolkit.models.gpt import model_on_meta
 from toolkit.models.moe import resolve_weight_dtype
 
@@ -162,6 +162,9 @@ def _notes_of_config(hf_dir: Path) -> list[str]:
     if values.get("auto_map"):
         standard = f"using the standard architecture of {values.get('model_type')}"
         notes.append(f"warning: {CONFIG} names custom code (auto_map), which is not run; {standard}")
+    if (kind := values.get("model_type")) in MULTIMODAL and isinstance(text := values.get("text_config"), dict):
+        inner = text.get("model_type", MULTIMODAL[kind][0])
+        notes.append(f"note: {kind} is multimodal; only its text model ({inner}) is read")
     # summary_first_dropout and classifier_dropout belong to heads that language models lack
     rates = {k: v for k, v in values.items() if k.endswith(("pdrop", "dropout")) and not k.startswith(("sum", "class"))}
     if used := [f"{key} {rate}" for key, rate in rates.items() if isinstance(rate, (int, float)) and rate > 0]:

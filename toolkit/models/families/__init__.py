@@ -14,9 +14,11 @@ exported.
 """
 
 import itertools
+import re
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from os.path import commonprefix
 from types import ModuleType
 from typing import Any
 
@@ -50,9 +52,15 @@ FAMILIES: dict[str, ModuleType] = {
 
 # model_type of multimodal models -> model types of their text model, which is read from text_config
 MULTIMODAL = {"gemma3": ("gemma3_text",), "mistral3": ("mistral", "ministral3")}
-# Reasons why other model types are not supported.
-REFUSED = {
-    "qwen3_next": "most of its layers have linear attention (Gated DeltaNet), which this version does not compute",
+# What this version does not compute, by names that a config.json then has: of fields, of kinds of layers, or its type.
+_NOT_COMPUTED = {
+    "an encoder": "is_encoder_decoder",
+    "state space layers": "mamba|ssm_|time_step|state_size",
+    "linear attention": "linear_attention|linear_attn|lightning",
+    "sparse attention": "indexed_attention|index_topk|sparse_attention|compress_ratio|lsh_attn",
+    "convolutions": "conv",
+    "recurrent layers": "lru_width|rwkv|xlstm",
+    "chunked attention": "chunked_attention",
 }
 
 
@@ -271,16 +279,18 @@ def _text_config(config_json: Fields) -> Fields:
 
 def _unsupported_message(config_json: Fields) -> str:
     """Return the error message for an unsupported ``config.json``."""
-    model_type = config_json.get("model_type")
-    names = families()
-    near = did_you_mean(str(model_type), names, count=1, cutoff=0.7)
+    model_type, text, names = config_json.get("model_type"), config_json.get("text_config"), families()
     message = f"config.json: model_type {model_type!r} is not supported"
-    if isinstance(model_type, str) and model_type in REFUSED:
-        return f"{message}: {REFUSED[model_type]}"
-    text = config_json.get("text_config")
-    if isinstance(text, dict) or "vision_config" in config_json:
-        inner = str(text.get("model_type")) if isinstance(text, dict) else ""
-        separately = f"save its text model (model_type {inner!r}) separately"
-        hint = separately if inner in names else "use a text-only model"
-        return f"{message}: it is multimodal; {hint}"
-    return f"{message}; only {', '.join([*names, *MULTIMODAL])}{near}"
+    if isinstance(text, dict) and (inner := str(text.get("model_type"))) in names:
+        return f"{message}: it is multimodal; save its text model (model_type {inner!r}) separately"
+    if isinstance(text, dict):
+        return f"{message}: it is multimodal, and its text model's {_unsupported_message(text).partition(': ')[2]}"
+    if "vision_config" in config_json:
+        return f"{message}: it is multimodal; use a text-only model"
+    layers = (config_json.get(name) for name in ("layer_types", "layers_block_type"))
+    words = " ".join(map(str, [model_type, *(key for key, value in config_json.items() if value), *layers]))
+    has = next((f": it has {part}" for part, pattern in _NOT_COMPUTED.items() if re.search(pattern, words)), "")
+    same = [name for name in names if re.split("[^a-z]", name)[0] == re.split("[^a-z]", str(model_type))[0]]
+    near = max(same, key=lambda name: (len(commonprefix([name, model_type]).rstrip("_")), -len(name), name), default="")
+    closest = f"the closest that is: {near!r}" if near else f"only {', '.join([*names, *MULTIMODAL])}"
+    return f"{message}{has}; {closest}"
