@@ -6,7 +6,7 @@ from tests.faults.core import Trial
 from tests.faults.shim import preloaded_processes
 from tests.faults.ways import make
 
-TRIALS = [("ranks", "pipeline", 4), ("two-runs", "ordinary", 1), ("s3", "ordinary", 3), ("clock", "ordinary", 1)]
+TRIALS = [("ranks", "pipeline", 4), ("two-runs", "ordinary", 0), ("s3", "ordinary", 3), ("clock", "ordinary", 1)]
 
 
 @pytest.mark.slow
