@@ -35,8 +35,6 @@ def test_a_direction_is_declared_known_or_asked_for():
     with pytest.raises(UserError, match=f"--eval.best_by val_nll: {UNKNOWN}"):
         BestMetric.from_options(EvalArgs(best_by="nll")).among(directions)
     assert BestMetric.from_options(EvalArgs()) == BestMetric("val_loss", False)
-    line = "best/ is the checkpoint with the lowest val_nll"
-    assert BestMetric("val_nll").describe(True, EvalArgs(best_by="nll", best_mode="min")) == line
 
 
 def test_names_that_the_options_rule_out():

@@ -277,7 +277,7 @@ def test_metrics_of_callbacks_are_shown_and_decide_and_resume(pretrain, tmp_path
     assert pretrain(*flags, steps=4) == 0  # after the best: one of two validations
     out = tmp_path / "run"
     shown = capsys.readouterr().out.splitlines()
-    assert "best/ is the checkpoint with the highest val_my_score; --eval.best_mode min for the lowest" in shown
+    assert "best/ is the checkpoint with the highest val_my_score; see --eval.best_by and --eval.best_mode" in shown
     assert [line.rpartition(" | ")[2] for line in shown if "| validation " in line] == [
         f"validation my score {score} ± 0.01" for score in ("nan", "0.2", "0.5", "0.3")
     ]

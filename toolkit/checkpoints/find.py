@@ -56,9 +56,9 @@ def with_run_columns(folder: Path, options: dict[str, str | None]) -> dict[str, 
     return options | columns
 
 
-def has_reward(folder: Path) -> bool:
-    """Whether a checkpoint's head is a reward's."""
-    return str(_read_settings(folder, CONFIG).get("head")).endswith("reward")
+def head_of(folder: Path) -> str | None:
+    """Return the name of a checkpoint's head; None for a language model."""
+    return _read_settings(folder, CONFIG).get("head")
 
 
 def _read_settings(folder: Path, file: str) -> dict[str, Any]:

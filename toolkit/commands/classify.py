@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from jsonargparse.typing import PositiveInt
 
-from toolkit.checkpoints.find import find_checkpoint_dir, has_reward, with_run_columns
+from toolkit.checkpoints.find import find_checkpoint_dir, head_of, with_run_columns
 from toolkit.config import Accelerator
 from toolkit.data.sft.labels import MULTI, SINGLE
 from toolkit.data.sft.readers import KINDS, RowFile, describe_row, find_splits
@@ -55,7 +55,7 @@ def setup(
         (source,) = find_splits(texts, "--texts", KINDS).train
     folder = find_checkpoint_dir(checkpoint_dir)
     options = with_run_columns(folder, {"text_column": text_column, "text_pair_column": text_pair_column})
-    kind: Any = "answers" if text_column is None and has_reward(folder) else "unlabeled"
+    kind: Any = "answers" if text_column is None and str(head_of(folder)).endswith("reward") else "unlabeled"
     mapped = {name.removesuffix("_column"): column for name, column in options.items() if column}
     rows, records = [], []
     for number, row in source.rows():  # check all before PyTorch is imported

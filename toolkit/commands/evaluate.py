@@ -4,7 +4,7 @@ import json
 from operator import attrgetter
 from typing import Any
 
-from toolkit.checkpoints.find import find_checkpoint_dir, is_hf_folder
+from toolkit.checkpoints.find import find_checkpoint_dir, head_of, is_hf_folder
 from toolkit.errors import require_option
 from toolkit.metrics.process import check_metrics
 from toolkit.planning.evaluate_options import EvaluateOptions, RunData
@@ -32,7 +32,11 @@ def setup(options: EvaluateOptions) -> None:
     has_effect = not (options.trust_checkpoint_data and has_data)
     require_option(has_effect, "trust_checkpoint_data", True, "has no effect with --data; remove it")
     if not has_tasks or not is_hf_folder(options.checkpoint_dir):
-        find_checkpoint_dir(options.checkpoint_dir)  # before PyTorch is imported
+        head = head_of(find_checkpoint_dir(options.checkpoint_dir))  # before PyTorch is imported
+        for name in ("tasks", "eval.metric"):
+            value = attrgetter(name)(options)
+            is_supported = value is None or head is None
+            require_option(is_supported, name, value, f"the model has a {head} head and writes no text; remove it")
     if has_data:
         check_files(options.data, f"toolkit evaluate {options.checkpoint_dir}")
     check_metrics(options.eval)

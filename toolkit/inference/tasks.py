@@ -148,9 +148,9 @@ def run_tasks(
     num_fewshot: int | None,
     limit: float | None,
     apply_chat_template: bool,
-) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, bool | None]]]:
-    """Return metrics with standard errors, num_fewshot and the number of samples, by task or task group; and by task
-    and metric whether the highest value is the best.
+) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, bool]]]:
+    """Return metrics with standard errors, num_fewshot and the number of samples, by task or task group; and whether
+    the highest value is the best one, of metrics whose direction lm-eval knows.
 
     Args:
         lm: The model, from :func:`load_lm`.
@@ -192,10 +192,13 @@ def run_tasks(
         if num_fewshot is not None and shots != num_fewshot:
             notice(f"--num_fewshot {num_fewshot}: has no effect on task {name}, which uses {shots}")
     metrics: dict[str, dict[str, Any]] = {}
+    directions: dict[str, dict[str, bool]] = {}
     for name, values in results["results"].items():  # acc,none and acc_stderr,none; or another filter than none
         named = {key.removesuffix(",none"): value for key, value in values.items() if "," in key}
         samples = results["n-samples"].get(name, {}).get("effective")
         metrics[name] = {key: value for key, value in named.items() if isinstance(value, int | float)}
+        known = {key: results["higher_is_better"].get(name, {}).get(key.partition(",")[0]) for key in named}
+        directions[name] = {key: is_higher for key, is_higher in known.items() if is_higher is not None}
         sizes = {"num_fewshot": results["n-shot"].get(name), "samples": samples}
         metrics[name] |= {key: value for key, value in sizes.items() if value is not None}
-    return metrics, results["higher_is_better"]
+    return metrics, directions

@@ -6,7 +6,7 @@ A metric is a function ``(answers, references, rows)``:
 - references: The answer in the data of each row; None without one.
 - rows: The rows as they are in the file, as dictionaries.
 
-A function declares by attributes, see :class:`Traits`, that it needs others, and whether the highest value is the best.
+Attributes of a function may ask for others, see :class:`Traits`.
 
 It returns a dictionary. A list with a number for each row gives the mean and its standard error, a number is taken as
 it is. A text after the name in ``--eval.metric NAME:TEXT`` is the function's fourth argument.
@@ -35,11 +35,10 @@ class Traits(NamedTuple):
     """What a function declares by attributes of these names.
 
     Args:
-        needs_log_probs: Instead of answers it gets, for each row, the log-probability in nats of each of the row's
-            ``choices``, given the prompt.
-        needs_prompts: Instead of rows it gets what the model was asked: dictionaries with ``messages``, ``tools`` or
-            None, and ``where``, file and row.
-        needs_references: A row without a reference ends the run before it starts.
+        needs_log_probs: It gets, instead of answers, the log-probabilities in nats of each row's ``choices``.
+        needs_prompts: It gets, instead of rows, dictionaries with the ``messages`` that the model was asked, ``tools``
+            or None, and ``where``, file and row.
+        needs_references: Each row must have a reference.
         higher_is_better: Whether the highest value is the best one; for several names, a dictionary.
     """
 
@@ -81,6 +80,8 @@ def parse_metrics(value: str | Sequence[str] | None) -> list[Metric]:
             metric = Metric(entry, paths[name], argument if colon else None)
             if paths[name] == METRICS.get(name):
                 _require_argument(entry, name, argument)
+        elif name.endswith(".py"):
+            raise UserError(f"--eval.metric {entry}: is a file; write {name.removesuffix('.py')}:{argument}")
         elif name.replace(".", "").isidentifier() and argument.isidentifier():
             metric = Metric(entry, f"{name}.{argument}")
         else:

@@ -82,7 +82,7 @@ def set_up_metrics(
 def _try(process: MetricProcess, prompts: Sequence[Prompt], report: Callable[[str], None]) -> dict[str, bool | None]:
     """Return the names of a function's metrics, and whether the highest value is the best. It may load a model."""
     entry, traits = f"--eval.metric {process.metric.entry}", process.traits
-    unanswered = next((p.where for p in prompts if p.reference is None), None)
+    unanswered = next((p.where for p in prompts if not (p.reference or "").strip()), None)
     if traits.needs_references and unanswered is not None:
         raise UserError(f"{entry}: {unanswered}: has no answer to compare with; add one, or remove the row")
     trial = prompts[:_TRIAL_ROWS]

@@ -69,14 +69,6 @@ class BestMetric:
     def __str__(self) -> str:
         return f"the {'highest' if self.is_higher_better else 'lowest'} {self.name}"
 
-    def describe(self, has_folder: bool, evaluation: EvalArgs) -> str:
-        """Return a line that says which checkpoint is the best one."""
-        other = "min for the lowest" if self.is_higher_better else "max for the highest"
-        is_guess = evaluation.best_mode == AUTO and evaluation.best_by != AUTO
-        return f"{'best/' if has_folder else 'the best one'} is the checkpoint with {self}" + is_guess * (
-            f"; --eval.best_mode {other}"
-        )
-
     def to_state(self, best: float | None) -> dict[str, Any]:
         return {self.name: best} | ({"is_higher_better": True} if self.is_higher_better else {})
 

@@ -34,20 +34,14 @@ _NUMBER = re.compile(
 )
 
 
-def _by_row(score: Callable[[str, str], float]) -> Callable[..., Scores]:
+def _by_row(score: Callable[[Any, Any], float]) -> Callable[..., Scores]:
     """Return the metric whose values are ``score(answer, reference)`` of each row."""
 
     def metric(answers: Sequence[str], references: References, rows: Rows) -> Scores:
-        return {score.__name__: list(map(score, answers, _require(references)))}
+        return {score.__name__: list(map(score, answers, references))}
 
     metric.needs_references = metric.higher_is_better = True  # type: ignore[attr-defined]
     return metric
-
-
-def _require(references: References) -> Sequence[Any]:
-    if None in references:
-        raise ValueError(f"row {references.index(None) + 1} has no reference")
-    return references
 
 
 @_by_row
@@ -62,9 +56,9 @@ def choice(log_probs: Sequence[Sequence[float]], references: References, rows: R
     The second divides log-probabilities by the lengths of the choices, as ``acc_norm`` of lm-eval.
     """
     scores: Scores = {"choice": [], "choice_norm": []}
-    for values, reference, row in zip(log_probs, _require(references), rows, strict=True):
+    for values, reference, row in zip(log_probs, references, rows, strict=True):
         choices = row["choices"]
-        correct = [text.strip() for text in choices].index(reference.strip())
+        correct = [text.strip() for text in choices].index((reference or "").strip())
         by_length = [value / max(1, len(text)) for value, text in zip(values, choices, strict=True)]
         scores["choice"].append(values.index(max(values)) == correct)
         scores["choice_norm"].append(by_length.index(max(by_length)) == correct)
@@ -121,12 +115,9 @@ def regex(answers: Sequence[str], references: References, rows: Rows, pattern: s
 def json_valid(answers: Sequence[str], references: References, rows: Rows) -> Scores:
     """Whether the answer is one JSON value as RFC 8259 has it, with at most about 900 levels."""
 
-    def refuse(constant: str) -> Any:
-        raise ValueError(f"{constant} is not JSON")
-
     def is_valid(answer: str) -> bool:
         try:
-            json.loads(answer, parse_constant=refuse, parse_int=str)  # int reads 4,300 digits only
+            json.loads(answer, parse_constant=int, parse_int=str)  # int refuses NaN, and 4,300 digits
         except (ValueError, RecursionError):
             return False
         return True

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, cast
 
-from toolkit.checkpoints.find import find_checkpoint_dir
+from toolkit.checkpoints.find import find_checkpoint_dir, head_of
 from toolkit.config.options import MetricArgs
 from toolkit.errors import UserError, require_option
 from toolkit.extension import add_cwd_to_path
@@ -109,8 +109,11 @@ def check_metrics(evaluation: MetricArgs) -> None:
     """Raise UserError if a function of ``--eval.metric``, a folder or a file cannot be used."""
     for metric in parse_metrics(evaluation.metric):
         MetricProcess(metric, evaluation.metric_timeout).close()
+        flag = f"--eval.metric {metric.entry}"
         if metric.path == METRICS["reward"]:
-            find_checkpoint_dir(str(metric.argument), f"--eval.metric {metric.entry}: checkpoint_dir")
+            folder = find_checkpoint_dir(str(metric.argument), f"{flag}: checkpoint_dir")
+            if head_of(folder) is None:
+                raise UserError(f"{flag}: has no head; train one with toolkit finetune_full --head reward")
     path = evaluation.metric_data
     require_option(path is None or Path(path).expanduser().is_file(), "eval.metric_data", path, "no such file")
 

@@ -68,10 +68,7 @@ class EvaluatedModel:
 
 
 def open_checkpoint(options: EvaluateOptions) -> EvaluatedModel:
-    """Find and verify a checkpoint for evaluation; for tasks, also a Hugging Face folder.
-
-    Tasks and metrics of answers need a language model.
-    """
+    """Find and verify a checkpoint for evaluation; for tasks, also a Hugging Face folder."""
     folder = Path(options.checkpoint_dir)
     if options.tasks is not None and is_hf_folder(folder):
         for name in ("base_checkpoint_dir", "quantize"):
@@ -83,9 +80,6 @@ def open_checkpoint(options: EvaluateOptions) -> EvaluatedModel:
         # hyperparameters.yaml must match its checksum, because it names the data
         base_dir, verify = options.base_checkpoint_dir, options.verify_checkpoint
         folder = find_model(options.checkpoint_dir, base_dir, verify, editable=())
-        for option, value in (("tasks", options.tasks), ("eval.metric", options.eval.metric)):
-            head = None if value is None else read_model_config(folder).head
-            require_option(head is None, option, value, f"the model has a {head} head and writes no text; remove it")
     fabric = single_device_fabric(options.accelerator, options.precision)
     choose_attention_kernels(fixed_shapes=False, has_masks=True)
     tokenizer = None
@@ -153,8 +147,7 @@ def evaluate_answers(checkpoint: EvaluatedModel) -> dict[str, Any]:
     path, fabric = options.eval.metric_data, checkpoint.fabric
     length = none_if_auto(options.max_seq_length)
     if tokenizer is None:
-        reason = f"{checkpoint.folder} has no tokenizer.json; give --tokenizer_dir"
-        raise UserError(f"--eval.metric {options.eval.metric}: {reason}")
+        raise UserError(f"--eval.metric {options.eval.metric}: needs a tokenizer; specify --tokenizer_dir")
     if isinstance(data, RunData) and (path is None or (checkpoint.folder / HYPERPARAMETERS).is_file()):
         data, of_run = data_of_run(checkpoint.folder, trust=options.trust_checkpoint_data or path is not None)
         length = length or of_run

@@ -101,7 +101,8 @@ def build_callbacks(
             directions |= {f"{VAL}{name}": False if parts.get(name) else known.get(name) for name in names_of_parts}
         best = best.among(directions)
     if args.train.keep_best or args.train.patience is not None:
-        launch.display.message(best.describe(args.train.keep_best, args.eval))
+        name = "best/" if args.train.keep_best else "the best one"
+        launch.display.message(f"{name} is the checkpoint with {best}; see --eval.best_by and --eval.best_mode")
     wait_reporter = ranks.WaitReporter(f"open {launch.out_dir}", launch.display.message)
     csv = ranks.run_on_rank0(lambda: open_metrics(launch, columns, stack), wait_reporter)
     callbacks += ranks.run_on_rank0(lambda: log_to(launch, csv)) or []

@@ -32,13 +32,13 @@ class TaskMetrics(TimedMetrics):
     def __init__(self, launch: Launch, checkpointer: Checkpointer) -> None:
         super().__init__()
         self._launch, self._checkpointer = launch, checkpointer
-        metrics, self.higher_is_better = self._evaluate(_TRIAL_QUESTIONS)
-        self.columns = tuple(metrics)
+        metrics, directions = self._evaluate(_TRIAL_QUESTIONS)
+        self.columns, self.higher_is_better = tuple(metrics), {name: bool(value) for name, value in directions.items()}
 
     def measure(self, trainer: Run) -> Metrics:
         return self._evaluate(trainer.args.eval.metric_rows)[0]
 
-    def _evaluate(self, limit: int | None) -> tuple[Metrics, dict[str, bool | None]]:
+    def _evaluate(self, limit: int | None) -> tuple[Metrics, Metrics]:
         display = self._launch.display
         display.phase("running lm-eval tasks")
         with TemporaryDirectory(prefix=temporary_prefix()) as parent:  # empty on the other ranks
@@ -48,7 +48,7 @@ class TaskMetrics(TimedMetrics):
             reporter = ranks.WaitReporter("run lm-eval tasks", display.message)
             return ranks.result_of_rank0(partial(self._run, folder, limit), reporter)
 
-    def _run(self, folder: Path, limit: int | None) -> tuple[Metrics, dict[str, bool | None]]:
+    def _run(self, folder: Path, limit: int | None) -> tuple[Metrics, Metrics]:
         evaluation = self._launch.args.eval
         words = ["evaluate", str(folder), "--tasks", str(evaluation.tasks), "--format", "json"]
         words += ["--micro_batch_size", "16", "--verify_checkpoint", "false"]
@@ -60,34 +60,16 @@ class TaskMetrics(TimedMetrics):
         except CommandError as error:
             raise UserError(f"--eval.tasks {evaluation.tasks}: {error}") from error
         result = json.loads(output.splitlines()[-1])
-        return columns_of(result["tasks"]), directions_of(result["tasks"], result["higher_is_better"])
+        return columns_of(result["tasks"]), columns_of(result["higher_is_better"])
 
 
 def columns_of(results: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Return the metrics of tasks by column, see :func:`_column`, sorted."""
-    columns = {
-        _column(task, key): float(value)
-        for task, values in results.items()
-        for key, value in values.items()
-        if key not in ("num_fewshot", "samples")
-    }
+    """Return the metrics of tasks as columns: val_TASK_METRIC, with the name of a filter of answers, and _stderr."""
+    columns = {}
+    for task, values in results.items():
+        for key in values.keys() - {"num_fewshot", "samples"}:
+            metric, _, answer_filter = key.partition(",")
+            words = filter(None, [task, metric.removesuffix(STDERR), answer_filter])
+            name = re.sub(r"[^\w.@-]", "_", "_".join(words))
+            columns[f"{VAL}{name}{STDERR * metric.endswith(STDERR)}"] = float(values[key])
     return dict(sorted(columns.items()))
-
-
-def _column(task: str, key: str) -> str:
-    """Return the column of a metric: val_TASK_METRIC, with the name of a filter of answers, and _stderr."""
-    metric, _, answer_filter = key.partition(",")
-    words = filter(None, [task, metric.removesuffix(STDERR), answer_filter])
-    name = re.sub(r"[^\w.@-]", "_", "_".join(words))
-    return f"{VAL}{name}{STDERR * metric.endswith(STDERR)}"
-
-
-def directions_of(
-    results: dict[str, dict[str, float]], higher_is_better: dict[str, dict[str, bool | None]]
-) -> dict[str, bool | None]:
-    """Return whether the highest value is the best, by column, as far as lm-eval says it for the task and metric."""
-    return {
-        _column(task, key): higher_is_better.get(task, {}).get(key.partition(",")[0])
-        for task, values in results.items()
-        for key in values
-    }
