@@ -280,8 +280,9 @@ def test_the_table_has_a_line_for_each_part(capsys):
     assert re.search(r"\nStrategy   fsdp FULL_SHARD, one unit per block, 8 shards \(", shown)
     assert "\n           micro batch auto: a device's share" in shown
     assert "\nCompiler   none (auto: compilation takes about " in shown
+    assert re.search(r"\nData       PythonStdlib: about 1,\d\d\d training rows, not prepared yet\n", shown)
     assert re.search(
-        r"\nData       PythonStdlib: about 1,1\d\d training rows, 2\.\d\dM tokens; not prepared yet\n", shown
+        r"\n           note: this data is a stand-in, 2\.\d+M .*pythia-160m wants 2\.47B, .*fineweb", shown
     )
     assert re.search(r"\nLength     about 7\d steps: 9,\d{3},\d{3} tokens, 4 epochs: 20 tokens per active para", shown)
     assert all(

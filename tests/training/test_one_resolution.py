@@ -1,7 +1,6 @@
 """`toolkit plan`, ``--dry_run`` and the run have one configuration, down to the steps and the learning rate."""
 
 import re
-import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -16,11 +15,14 @@ from helpers.cases import check_each
 from helpers.small_runs import write_base, write_rows
 
 from toolkit.cli import main
+from toolkit.data import PythonStdlib
 from toolkit.data.text import python_stdlib
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.data.tokens.store import TokenWriter
 from toolkit.errors import UserError
-from toolkit.planning import plan
+from toolkit.models.families import get_config
+from toolkit.planning import data, plan, resolve
+from toolkit.planning.data import UnpreparedRows
 from toolkit.planning.resolve import ResolvedConfig
 from toolkit.training import engine, launch
 
@@ -158,15 +160,38 @@ def test_a_plan_of_data_that_is_not_prepared_prints_no_steps_or_an_estimate(fold
         assert not Path("cache").exists() and "Not yet complete" not in shown
         assert all(re.search(line, shown) for line in lines), shown
 
-    later, unknown = "; not prepared yet\n", "Length     known when the data is prepared"
+    later, unknown = "not prepared yet\n", "Length     known when the data is prepared"
     check_each(check, [
-        (f"pretrain pico-llama {SHORT}", r"Data       PythonStdlib: about \d+ training rows, .*k tokens" + later),
-        (f"pretrain pico-llama {SHORT} {TEXT} --train.epochs 1", f"Data       TextFiles{later}", unknown),
+        (f"pretrain pico-llama {SHORT}", r"Data       PythonStdlib: about \d+ training rows, " + later),
+        (f"pretrain pico-llama {SHORT} {TEXT} --train.epochs 1", f"Data       TextFiles: {later}", unknown),
         (f"pretrain pico-llama {SHORT} {TEXT} --train.max_tokens 4096e2", "Length     100 steps\n"),
         (f"pretrain gpt-mini {SHORT} --data CharText --data.path data/text/0.txt --train.epochs 1", unknown),
-        ("pretrain pico-llama --data TinyStories --train.max_steps 3", "TinyStories, streamed\n", "3 steps\n"),
-        ("finetune_full base --data Alpaca2k", r"Alpaca2k: about 1,900 training rows; not", r"about \d+ steps\n"),
+        ("pretrain pico-llama --data TinyStories --train.max_steps 3", "TinyStories: streamed\n", "3 steps\n"),
+        ("finetune_full base --data Alpaca2k", f"Alpaca2k: about 1,900 training rows, {later}", r"about \d+ steps\n"),
     ])  # fmt: skip
+
+
+def test_a_stand_in_is_named_at_start_and_end(folder, capsys, monkeypatch):
+    """If the model wants over 100 times the default text: not for the default model."""
+    rows = UnpreparedRows(1_121, 2_048, is_ragged=False, is_streamed=False)
+    for model, is_stand_in in (("mini-llama", False), ("pythia-160m", True)):
+        config = get_config(model).with_vocab_size(4096)
+        args = SimpleNamespace(data=PythonStdlib(), command="pretrain", model_name=model)
+        note = data.describe_stand_in(SimpleNamespace(args=args, model=config), rows)
+        assert bool(note) == is_stand_in, model
+    assert "2.30M tokens of Python's standard library; pythia-160m wants 2.47B, 20 per parameter" in note
+    monkeypatch.setattr(data, "MAX_STAND_IN_RATIO", 0)
+    words = f"pretrain pico-llama {SHORT} --accelerator cpu --train.global_batch_size 4 --train.max_steps 1"
+    assert main([*words.split(), "--eval.final_validation", "false"]) == 0
+    before, after = capsys.readouterr().out.split(" step 1/1 ", 1)
+    assert before.count("is a stand-in") == after.count("is a stand-in") == 1
+
+
+def test_more_processes_than_cores_are_named(folder, capsys, monkeypatch):
+    monkeypatch.setattr(launch, "launch_processes", mock.Mock(side_effect=UserError("stopped")))
+    for devices, line in (("2", ""), ("8", "note: --devices 8 starts 8 processes on 2 CPU cores\n")):
+        assert main(f"pretrain pico-llama {SHORT} --accelerator cpu --devices {devices}".split()) == 2
+        assert capsys.readouterr().err == f"{line}toolkit pretrain: stopped\n"
 
 
 RECIPES = [
@@ -174,32 +199,35 @@ RECIPES = [
     for path in sorted((ROOT / "config_hub").rglob("*.yaml"))
     if path.parent.name != "data" and path.stem not in ("dpo", "qlora", "mixture")  # the hub's, CUDA, of this folder
 ]
-GUIDES = """
-pretrain tiny-llama-1.1b --devices 8 --num_nodes 2
-pretrain tiny-llama-1.1b --devices 8 --train.global_batch_size 16 --data Alpaca2k --data.local_path rows.jsonl
-pretrain tiny-llama-1.1b --devices 8 --train.global_batch_size 16 --precision bf16-mixed
-pretrain tiny-llama-1.1b --devices 8 --train.max_steps 100 --profile
+RANKS = "pretrain tiny-llama-1.1b --devices 8"
+GUIDES = f"""
+{RANKS} --num_nodes 2
+{RANKS} --data Alpaca2k --data.local_path rows.jsonl --data.prompt_style alpaca --train.global_batch_size 8
+{RANKS} --train.global_batch_size 16 --precision bf16-mixed
+{RANKS} --train.max_steps 100 --profile
 finetune_full base --devices 4 --train.micro_batch_size 1 --train.learning_rate 3e-5
-finetune_lora base --devices 8 --num_nodes 2 --train.global_batch_size 16 --train.micro_batch_size 1 --lora_r 8
+finetune_lora base --devices 8 --num_nodes 2 --train.micro_batch_size 1 --lora_r 8
 """.strip().splitlines()
 
 
 @pytest.mark.slow
-def test_the_recipes_and_the_guides_resolve_to_one_configuration(folder, capsys):
-    short = "--fsdp.accumulate unsharded --train.max_seq_length 32"
+def test_the_recipes_and_the_guides_resolve_to_one_configuration(folder, capsys, monkeypatch):
+    monkeypatch.setattr(resolve, "device_bytes", lambda *_: 1e9)  # takes longest
+    for name, value in {"NODE_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
 
     def check(words: str) -> None:
-        config = require_same(f"{words} {short}", capsys)
+        config = require_same(f"{words} --train.max_seq_length 128", capsys)
         assert isinstance(config, ResolvedConfig) and config.steps, config
 
     recipes = []
     for path in RECIPES:
-        command = re.search(r"^#\s+toolkit (\w+ .*)$", path.read_text(), re.M)[1]
-        words = shlex.split(command.replace("config_hub", f"{ROOT}/config_hub"))
-        words += ["--data.path", "data/text/0.txt"] if path.stem == "char-text" else []
+        words = f"pretrain --config {path}"
+        words += " --data.path data/text/0.txt" if path.stem == "char-text" else ""
         if "finetune" in path.parts:
-            words += ["--checkpoint_dir", "base", "--data.local_path", "rows.jsonl", "--data.prompt_style", "alpaca"]
-        recipes.append(" ".join(words))
-    guides = [f"{line} {ROWS}" if line.startswith("finetune") else line for line in GUIDES]
-    assert len(recipes) == 13
+            words = f"finetune_{path.stem} base --config {path} --data.local_path rows.jsonl --data.prompt_style alpaca"
+        recipes.append(words)
+    rows = ROWS.replace("batch_size 4", "batch_size 16")
+    guides = [f"{line} {rows}" if line.startswith("finetune") else line for line in GUIDES]
+    assert len(recipes) == 12
     check_each(check, [*recipes, *guides])

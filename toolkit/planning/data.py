@@ -135,13 +135,11 @@ def unprepared_rows(args: RunArgs, seq_length: int | None) -> UnpreparedRows:
 
 def describe_rows(args: RunArgs, rows: Rows) -> str:
     """Describe the training data and its size, as far as it is known."""
-    name, count = type(args.data).__name__, epoch_rows(rows.train)
-    tokens = "" if count is None else f", {format_count(count * mean_length(rows.train))} tokens"
+    name = type(args.data).__name__
     if isinstance(rows, PreparedData):
-        return f"{name}, streamed" if count is None else f"{name}: {count:,} training rows{tokens}"
-    if count is None:
-        return f"{name}, streamed" if rows.is_streamed else f"{name}; not prepared yet"
-    return f"{name}: about {count:,} training rows{'' if rows.is_ragged else tokens}; not prepared yet"
+        return f"{name}: {rows.summary}"
+    size = "" if rows.epoch_rows is None else f"about {rows.epoch_rows:,} training rows, "
+    return f"{name}: {size}{'streamed' if rows.is_streamed else 'not prepared yet'}"
 
 
 def describe_stand_in(config: ResolvedConfig, rows: Rows) -> str | None:
@@ -155,11 +153,10 @@ def describe_stand_in(config: ResolvedConfig, rows: Rows) -> str | None:
     tokens, wanted = count * mean_length(rows.train), model_tokens(model)
     if wanted <= MAX_STAND_IN_RATIO * tokens:
         return None
-    subset = next((f" --data.subset sample-{size}BT" for size in (10, 100, 350) if wanted <= size * 1e9), "")
     return (
         f"note: this data is a stand-in, {format_count(tokens)} tokens of Python's standard library; {model.name} "
         f"wants {format_count(wanted)}, 20 per parameter: `toolkit {args.command} {args.model_name} "
-        f"--data HuggingFaceText --data.repo_id HuggingFaceFW/fineweb-edu{subset}` streams them"
+        f"--data HuggingFaceText --data.repo_id HuggingFaceFW/fineweb-edu --data.subset sample-100BT` streams text"
     )
 
 
