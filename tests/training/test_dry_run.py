@@ -10,6 +10,7 @@ from helpers.small_runs import text_data, write_base, write_rows
 
 import toolkit
 from toolkit.cli import main
+from toolkit.distributed import rendezvous
 
 SHORT = ["--accelerator", "cpu", "--train.max_steps", "3", "--train.global_batch_size", "8", "--train.micro_batch_size"]
 SHORT += ["2", "--train.max_seq_length", "32", "--eval.max_new_tokens", "0"]
@@ -92,6 +93,11 @@ def test_several_devices_are_rehearsed_in_one_process(corpus, tmp_path, capsys, 
         ("", torchrun, 0),  # the first process prints
         ("", torchrun | {"RANK": "0", "LOCAL_RANK": "0"}, 2),
     ])  # fmt: skip
+    for name, value in torchrun.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(rendezvous, "_open_to_publish", lambda *_: pytest.fail("waits for the first process"))
+    assert main([*words, "--callbacks", "missing.Class"]) == 2
+    assert capsys.readouterr().err.count("missing.Class: no such class") == 1
 
 
 def test_wrong_data_ends_with_one_line(corpus, tmp_path, capsys):
