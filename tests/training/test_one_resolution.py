@@ -218,7 +218,7 @@ def test_the_recipes_and_the_guides_resolve_to_one_configuration(folder, capsys,
         monkeypatch.setenv(name, value)
 
     def check(words: str) -> None:
-        length = "--train.max_seq_length 128" if words.startswith("pretrain") and "rows" not in words else ""
+        length = "" if "rows" in words else "--train.max_seq_length 64"
         config = require_same(f"{words} {length}", capsys)
         assert isinstance(config, ResolvedConfig) and config.steps, config
 
