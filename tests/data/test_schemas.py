@@ -18,7 +18,7 @@ from toolkit.data.sft.readers import (
     describe_row,
     find_splits,
 )
-from toolkit.data.sft.schemas import require_columns
+from toolkit.data.sft.schemas import known_columns, require_columns
 from toolkit.errors import UserError
 from toolkit.io.safe_parse import MAX_ROW
 
@@ -82,8 +82,14 @@ def test_columns_are_mapped_by_name():
     assert list(to_record(row, "x", columns).messages) == [USER, ASSISTANT]
     with pytest.raises(UserError, match=r"x: has no column reply \(--data.columns\); it has question"):
         to_record({"question": "q"}, "x", columns)
-    with pytest.raises(UserError, match="--data.columns promt: unknown column; did you mean 'prompt'"):
-        require_columns({"promt": "question"})
+    for columns, message in (
+        ({"promt": "question"}, "promt: unknown column; did you mean 'prompt'"),
+        ({"question": "prompt"}, r"""question: unknown column; did you mean '{"prompt": "question"}'\?$"""),
+        ({"prompt": "q", "completion": "q"}, "columns: prompt and completion are both column q; give each its own"),
+    ):
+        with pytest.raises(UserError, match=f"--data.(columns )?{message}"):
+            require_columns(columns)
+    assert known_columns({"a": 1, "label": 2, "prompt": 3}, {"label": "a"}) == {"label": "a", "prompt": "prompt"}
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from toolkit.checkpoints.folder import read_model_config, write_model_files
 from toolkit.checkpoints.hf.export_hf import export_hf, verify_hf
 from toolkit.checkpoints.hf.import_hf import import_hf
 from toolkit.cli import main
-from toolkit.data import Preference
+from toolkit.data import Classification, Preference
 from toolkit.data.base import LabelSet
 from toolkit.data.chat.template import Encoding
 from toolkit.data.sft.labels import Labeling
@@ -34,6 +34,7 @@ from toolkit.io.safe_parse import read_yaml, write_yaml
 from toolkit.metrics.functions import reward
 from toolkit.models.gpt import GPT
 from toolkit.objectives.scoring import macro_f1, spearman
+from toolkit.training.callbacks.console import _texts_of
 from toolkit.ui.loggers import read_metrics
 
 WORDS = {"good": ["fine", "great", "fun"], "bad": ["dull", "poor", "work"], "mixed": ["fine", "dull", "odd"]}
@@ -278,10 +279,10 @@ def test_mistakes_in_labels_are_one_line():
         (["a", "-Infinity", "b"], {}, "line 2: label '-Infinity': is no finite number"),
         ([[0.5, float("nan")], [1, 1]], {}, "line 1: label nan: is no finite number"),
         (["a", "\x1b[2J", "b"], {}, r"line 2: label '\x1b[2J': has characters that cannot be printed"),
-        ([["a", "b"], ["c", "c"], []], {}, "line 2: label ['c', 'c']: c is there twice; several labels are names"),
-        ([[1, 0, 0], [1, 1], []], {}, "line 1: label [1, 0, 0]: 0 is there twice"),
-        ([[0.5, 1], [1.0], [2, 2]], {}, "line 2: label [1.0]: has 1 numbers, but the first row has 2"),
-        ([0.5, 1.5], {"model_labels": LabelSet(["a", "b"], "regression")}, "label 0.5: has 1 numbers, but the model"),
+        ([["a", "b"], ["c", "c"], []], {}, "label ['c', 'c']: a label is there twice; several labels are names"),
+        ([[1, 0, 0], [1, 1], []], {}, "line 1: label [1, 0, 0]: a label is there twice"),
+        ([[0.5, 1], [1.0], [2, 2]], {}, "line 2: label [1.0]: must be numbers; the first row has 2 of them"),
+        ([0.5], {"model_labels": LabelSet(["a", "b"], "regression")}, "must be numbers; the model has 2 of them"),
         ([[0.5, 0.1]], {"problem_type": "multi_label_classification"}, "0.5 is not a name; several labels are"),
         ([0, 3], {"class_names": ["a", "b"]}, "line 2: label 3: has no name in the data's features"),
         (["a", {}, "b"], {}, "line 2: label {}: must be"),
@@ -289,7 +290,7 @@ def test_mistakes_in_labels_are_one_line():
         (["a", "b", "a"], {"model_labels": of_model}, "the model has only the"),
         ([1.5, 2, 3], {"model_labels": of_model}, "the model has only the"),
         (["a", ["b"], "a"], {}, "line 1: the label is no list"),
-        (["a", "b", "a"], {"problem_type": "regression"}, "line 1: label 'a': must be a number"),
+        (["a", "b", "a"], {"problem_type": "regression"}, "label 'a': must be numbers; the first row has 1 of them"),
         ([["a"], ["b"], ["a"]], {"problem_type": "single_label_classification"}, "line 1: label ['a']: is a list"),
         ([1.5, 2, 3], {"class_weights": "balanced"}, "--data.class_weights balanced: is only for one label per text"),
         (["a", "b", "a"], {"class_weights": {"c": 2.0}}, "--data.class_weights c: no such label"),
@@ -302,6 +303,15 @@ def test_the_score_is_read_before_padding():
         assert marked.ids == expected and marked.loss_mask == [False] * (len(expected) - 1) + [True]
     marked = mark_scored(Encoding([5, 6, 7, 2], [False, True, False, True]), 2, every_token=True)
     assert marked == Encoding([5, 6, 7, 2, 0], [False, False, True, False, True])
+
+
+def test_the_next_step_of_a_run_names_its_file_and_columns(tmp_path):
+    (tmp_path / "my tickets.csv").write_text("body,kind\n")
+    path = f"{tmp_path}/my tickets.csv"
+    assert _texts_of(Classification(path=path)) == f"'{path}'"
+    words = f"'{path}' --text_column body --text_pair_column note"
+    assert _texts_of(Classification(path=path, text_column="body", text_pair_column="note")) == words
+    assert _texts_of(Classification(path=str(tmp_path))) == _texts_of(Preference(json_path=path)) == "FILE"
 
 
 def test_a_head_and_another_objective_are_one_line(base, capsys):

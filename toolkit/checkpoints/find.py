@@ -41,18 +41,17 @@ def find_checkpoint_dir(value: str | Path, option: str = "checkpoint_dir") -> Pa
     return folder
 
 
-def with_run_columns(folder: Path, options: dict[str, str | None]) -> dict[str, str | None]:
+def with_run_columns(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
     """Return options such as text_column, with those that are None as in the classification that trained a checkpoint.
 
     Says so in a line on stderr.
     """
     data = _read_settings(folder, HYPERPARAMETERS).get("data")
-    columns: dict[str, str | None] = {}
-    if isinstance(data, dict) and data.get("class_path") == "Classification":
-        of_run = data.get("init_args") or {}
-        columns = {name: of_run[name] for name, value in options.items() if value is None and of_run.get(name)}
+    is_labeled = isinstance(data, dict) and data.get("class_path") == "Classification"
+    of_run = data.get("init_args") if is_labeled else {}
+    columns = {name: of_run[name] for name, value in options.items() if value is None and of_run.get(name)}
     if columns:
-        notice(f"columns as in the checkpoint's run: {', '.join(map(' '.join, columns.items()))}")
+        notice(f"columns as in the checkpoint's run: {', '.join(f'{name} {value}' for name, value in columns.items())}")
     return options | columns
 
 

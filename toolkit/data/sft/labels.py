@@ -61,9 +61,8 @@ class Labeling:
         if isinstance(value, str) and value.startswith("[") and self.problem_type != SINGLE:  # in CSV, a list is JSON
             with suppress(ValueError):
                 value = json.loads(value)
-        items = value if isinstance(value, list) else [value]
-        labels = [_check(item, f"{where}: {self.label_column}", names) for item in items]
-        return replace(record, label=labels if items is value else labels[0])
+        labels = [_check(item, f"{where}: {self.label_column}", names) for item in _items(value)]
+        return replace(record, label=labels if isinstance(value, list) else labels[0])
 
     def encode(
         self, records: Sequence[Record], is_known: np.ndarray, is_trained: np.ndarray, class_names: list[str] | None
@@ -111,10 +110,10 @@ class Labeling:
         shown = [f"{name} {count:,}" for name, count in zip(names, counts, strict=True)]
         text = f"{len(names)} labels: {join_first(shown, 20)} ({problem})"
         if problem == MULTI:
-            targets = [[*(i in row for i in range(len(names))), 1] for row in rows]
+            targets = [[*(float(i in row) for i in range(len(names))), 1] for row in rows]
         else:
             weights = self._weights(names, counts)
-            targets = [[i, weights[i]] for (i,) in rows]
+            targets = [[float(i), weights[i]] for (i,) in rows]
             if max(counts) == 1 and len(names) > 2:
                 text += f"; each text has a label of its own: see --data.label_column {self.label_column}"
         return np.array(targets, np.float32), (names, problem, text)
@@ -123,18 +122,19 @@ class Labeling:
         """Encode one number per text, or the same number of them."""
         import numpy as np
 
-        rows = [_to_numbers(record) for record in records]
-        names = [self.label_column] if len(rows[0]) == 1 else [f"{self.label_column}_{i}" for i in range(len(rows[0]))]
-        names = self.model_labels.names if self.model_labels else names
+        n, origin, name = len(_items(records[0].label)), "the first row", self.label_column
+        names = [name] if n == 1 else [f"{name}_{i}" for i in range(n)]
+        if self.model_labels:
+            names, origin = self.model_labels.names, "the model"
+        rows = [list(map(as_number, _items(record.label))) for record in records]
         for record, row in zip(records, rows, strict=True):
-            if len(row) != len(names):
-                counts = f"{len(row)} numbers, but the {'model' if self.model_labels else 'first row'} has {len(names)}"
-                raise UserError(f"{record.where}: {self.label_column} {record.label!r:.60}: has {counts}")
-        values = np.array(rows)
-        columns = zip(names, values.T, strict=True)
-        texts = [f"{name}: mean {v.mean():.4g}, from {v.min():.4g} to {v.max():.4g}" for name, v in columns]
-        targets = np.concatenate([values, np.ones((len(rows), 1))], 1)
-        return targets.astype(np.float32), (names, REGRESSION, f"{join_first(texts)} ({REGRESSION})")
+            if None in row or len(row) != len(names):
+                counts = f"has {len(names)} of them ({_PROBLEM} {REGRESSION})"
+                raise UserError(f"{record.where}: {name} {record.label!r:.60}: must be numbers; {origin} {counts}")
+        values = np.array(rows, np.float64)
+        text = f"{len(names)} x {name}" if len(names) > 1 else name
+        text += f": mean {values.mean():.4g}, from {values.min():.4g} to {values.max():.4g} ({REGRESSION})"
+        return np.insert(values, len(names), 1, axis=1).astype(np.float32), (names, REGRESSION, text)
 
     def _weights(self, names: list[str], counts: list[int]) -> list[float]:
         """Return the weight of each label; "balanced" is scikit-learn's, n / (labels x n of the label)."""
@@ -146,30 +146,37 @@ class Labeling:
         return [weights.get(name, 1.0) for name in names]
 
 
+def _items(label: Any) -> list[Any]:
+    return label if isinstance(label, list) else [label]
+
+
 def _check(value: Any, where: str, class_names: list[str] | None) -> Any:
     """Check a label: text, a number, or the index of one of ``class_names``, whose name is returned."""
+    reason, number = "", 0.0
     if class_names and isinstance(value, int):
-        if not 0 <= value < len(class_names):
-            raise UserError(f"{where} {value}: has no name in the data's features; remove this row")
-        value = class_names[value]
+        if 0 <= value < len(class_names):
+            return class_names[value]
+        reason = "has no name in the data's features; remove this row"
+    with suppress(ValueError, TypeError, OverflowError):
+        number = float(value)
     if not isinstance(value, str | int | float):
-        raise UserError(f"{where} {value!r:.40}: must be text, a number, or a list of them")
-    is_finite = True
-    with suppress(ValueError, OverflowError):
-        is_finite = math.isfinite(float(value))
-    if not is_finite:
-        raise UserError(f"{where} {value!r:.40}: is no finite number; give a label, or remove this row")
-    if isinstance(value, str) and not value.isprintable():
-        raise UserError(f"{where} {value!r:.60}: has characters that cannot be printed; rename this label")
+        reason = "must be text, a number, or a list of them"
+    elif not math.isfinite(number):
+        reason = "is no finite number; give a label, or remove this row"
+    elif not str(value).isprintable():
+        reason = "has characters that cannot be printed; rename this label"
+    if reason:
+        raise UserError(f"{where} {value!r:.60}: {reason}")
     return value.strip() if isinstance(value, str) else value
 
 
 def _vector_size(records: Sequence[Record]) -> int:
     """Return the length of labels that are all lists of 0 and 1 of the same length, at least 2; else 0."""
-    sizes = {len(r.label) if isinstance(r.label, list) else 0 for r in records}
-    is_vector = len(sizes) == 1 and max(sizes) > 1
-    is_vector = is_vector and all(not isinstance(v, str) and v in (0, 1) for r in records for v in r.label)
-    return max(sizes) if is_vector else 0
+    sizes = {isinstance(r.label, list) and len(r.label) for r in records}
+    is_vector = len(sizes) == 1 and all(
+        not isinstance(v, str) and v in (0, 1) for r in records for v in _items(r.label)
+    )
+    return max(sizes) if is_vector and max(sizes) > 1 else 0
 
 
 def _infer_problem(records: Sequence[Record]) -> str:
@@ -179,34 +186,25 @@ def _infer_problem(records: Sequence[Record]) -> str:
     if any(are_lists) and not all(are_lists):
         where = records[are_lists.index(False)].where
         raise UserError(f"{where}: the label is no list, as others are; make it one, or set {_PROBLEM}")
-    if all(are_lists) and _vector_size(records):
-        return MULTI
-    values = [value for record in records for value in (record.label if are_lists[0] else [record.label])]
+    values = [value for record in records for value in _items(record.label)]
     # a number of JSON that is written with a fraction is a float, also 4.0
     has_fraction = any({*".eE"} & {*str(value)} for value in values)
-    is_regression = has_fraction and all(as_number(value) is not None for value in values)
-    return REGRESSION if is_regression else MULTI if are_lists[0] else SINGLE
-
-
-def _to_numbers(record: Record) -> list[float]:
-    numbers = [as_number(value) for value in (record.label if isinstance(record.label, list) else [record.label])]
-    if None in numbers or not numbers:
-        raise UserError(f"{record.where}: label {record.label!r:.40}: must be a number ({_PROBLEM} {REGRESSION})")
-    return [number for number in numbers if number is not None]
+    if has_fraction and not _vector_size(records) and all(as_number(value) is not None for value in values):
+        return REGRESSION
+    return MULTI if are_lists[0] else SINGLE
 
 
 def _names_of(record: Record, problem: str) -> list[str]:
     """Return the names of a row's labels: strings as they are, numbers and booleans as in JSON, 1.0 as 1."""
-    values = record.label if isinstance(record.label, list) else [record.label]
+    values, start = _items(record.label), f"{record.where}: label {record.label!r:.60}:"
     if values is record.label and problem == SINGLE:
-        raise UserError(f"{record.where}: label {values!r:.40}: is a list; set {_PROBLEM} {MULTI}")
+        raise UserError(f"{start} is a list; set {_PROBLEM} {MULTI}")
     names = [v if isinstance(v, str) else json.dumps(v).removesuffix(".0") for v in values]
-    hint = f"names, or 0 or 1 for each class in lists of the same length; numbers need {_PROBLEM} {REGRESSION}"
-    for v, name in zip(values, names, strict=True):
-        is_fraction = problem == MULTI and isinstance(v, float) and not v.is_integer()
-        if is_fraction or names.count(name) > 1:
-            reason = "is not a name" if is_fraction else "is there twice"
-            raise UserError(f"{record.where}: label {values!r:.60}: {name} {reason}; several labels are {hint}")
+    fractions = [v for v in values if problem == MULTI and isinstance(v, float) and not v.is_integer()]
+    if fractions or len({*names}) < len(names):
+        hint = f"names, or 0 or 1 for each class in lists of the same length; numbers need {_PROBLEM} {REGRESSION}"
+        reason = f"{fractions[0]} is not a name" if fractions else "a label is there twice"
+        raise UserError(f"{start} {reason}; several labels are {hint}")
     return names
 
 
