@@ -70,9 +70,9 @@ class TrainArgs:
         epochs: Stop after this many passes over the training data; may be fractional. Without any limit, finetuning
             ends after 3, on preferences after 1; a named architecture trained from scratch ends after 4, or after 20
             tokens per active parameter if that is less.
-        max_time: As the only limit, the run's budget in minutes of training over all launches, from the first step on;
-            warm-up and decay follow the share that is used. With another limit, stop this launch after this many
-            minutes.
+        max_time: As the only limit, the run's budget: minutes of training steps over all launches, without start-up,
+            validation and saving; warm-up and decay follow the share that is used. With another limit, stop this
+            launch after this many minutes.
         max_seq_length: Tokens per sequence. auto: the model's context length.
         learning_rate: Peak learning rate. auto: 2e-4 for adapters, 2e-5 in finetune_full; with preferences 5e-6 and
             5e-7.
@@ -217,7 +217,7 @@ class EvalArgs(MetricArgs):
 
     Args:
         interval: Optimizer steps between validations. auto: a tenth of the run, at least 5 steps, and each tenth of
-            max_time. 0 validates at the end only.
+            max_time, unless that takes more than a tenth of the time. 0 validates at the end only.
         max_iters: Maximum number of global batches per validation; null uses all held-out data.
         initial_validation: Validate before the first step.
         final_validation: Validate after the last step.

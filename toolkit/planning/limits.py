@@ -22,7 +22,7 @@ class Progress:
         step: Optimizer steps done.
         tokens: Input tokens so far, over all ranks.
         samples: Position in the sample stream, over all ranks.
-        seconds: Seconds of training, from the first step to the last, summed over all launches.
+        seconds: Seconds of all steps, waiting for data included, summed over all launches.
         logged_rows: Rows of metrics.csv.
         metrics_crc: CRC-32 of these rows; 0 if unknown.
         data: State of the sample order at ``samples``, see :meth:`toolkit.data.order.SampleOrder.state`.

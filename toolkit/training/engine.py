@@ -22,7 +22,7 @@ from toolkit.objectives.base import total_counts
 from toolkit.optim.update import Update, choose_update, set_learning_rate
 from toolkit.planning.advice import oom_advice
 from toolkit.planning.auto import resolve_auto
-from toolkit.planning.limits import build_intervals, is_due
+from toolkit.planning.limits import N_VALIDATIONS, build_intervals, is_due
 from toolkit.planning.resolve import ResolvedConfig
 from toolkit.planning.run_args import RunArgs
 from toolkit.training.build import build_checkpointer, build_models, build_reader
@@ -144,7 +144,6 @@ def open_run(
         model=model,
         checkpointer=checkpointer,
         optimizer=optimizer,
-        seconds_before=state.progress.seconds,
     )
 
 
@@ -182,8 +181,8 @@ class Engine:
         if limits.reached(progress.step, progress.tokens, progress.seconds):
             return
         # When this rank last left a collective: its work until the next one delays all ranks.
-        self.ready_at = self.saved_at = self.validated_at = run.training_since = time.perf_counter()
-        step_seconds, first_step = 0.0, progress.step + 1
+        self.ready_at = self.saved_at = self.validated_at = time.perf_counter()
+        self.pause_seconds, step_seconds, first_step = 0.0, 0.0, progress.step + 1
         run.model.train()
         run.display.phase("training")
         while True:
@@ -205,9 +204,9 @@ class Engine:
             if not result.skipped:
                 run.checkpointer.evaluation_weights.update()
             run.count_skipped(result)
-            run.advance(totals["n_inputs"])
             self.ready_at = time.perf_counter()
             step_seconds = self.ready_at - started_at
+            run.advance(totals["n_inputs"], step_seconds)
             run.step_times.add(microseconds, self.ready_at - synced_at)
             metrics = {"loss": result.loss, "learning_rate": learning_rate, "grad_norm": result.grad_norm}
             metrics |= result.parts
@@ -217,8 +216,8 @@ class Engine:
                 ranks.set_timeout(run.timeouts.later)
                 step_seconds = 0.0  # the next step will not compile
             is_last = limits.reached(progress.step, progress.tokens) or is_time_up
-            if is_last:
-                run.stop_clock(is_time_up)
+            if is_time_up:  # less than a step of a budget is left
+                progress.seconds = max(progress.seconds, limits.total_seconds or 0.0)
             self._after_step(metrics, totals, is_last)
             if is_last:
                 return
@@ -234,7 +233,6 @@ class Engine:
         """
         counted = micro_batches if ranks.is_first("pipeline", "context", "tensor") else []  # the others read the same
         run, limits, data_ready_at = self.run, self.run.state.limits, time.perf_counter()
-        run.count_seconds()
         seconds_left = min(
             (limits.max_seconds or math.inf) - (started_at - run.launched_at),
             (limits.total_seconds or math.inf) - run.progress.seconds,
@@ -249,7 +247,9 @@ class Engine:
             writing=int(run.checkpointer.is_writing),
             time_is_up=int(seconds_left <= step_seconds),
             microseconds=round(1e6 * run.progress.seconds) if ranks.global_rank() == 0 else 0,  # for the schedule
-            eval_is_due=int(started_at - self.validated_at >= (self.intervals.eval_seconds or math.inf)),
+            eval_is_due=int(
+                started_at - self.validated_at >= max(self.intervals.eval_seconds or math.inf, self.pause_seconds)
+            ),
             save_is_due=int(started_at - self.saved_at >= (self.intervals.save_seconds or math.inf)),
             **self.control_files.look(),
         )
@@ -298,6 +298,7 @@ class Engine:
         run, step, evaluation = self.run, self.run.progress.step, self.run.args.eval
         is_eval_due = is_due(self.intervals.eval_steps, step) or totals["eval_is_due"] > 0
         should_validate = evaluation.final_validation if is_last else is_eval_due
+        started_at = time.perf_counter()
         validation = run.validate() if should_validate else {}
         if is_due(run.args.train.log_interval, step) or is_last or validation:
             self._log(metrics | validation)
@@ -305,6 +306,7 @@ class Engine:
             run.notify("on_validation_end", validation)
             run.garbage.collect()
             self.ready_at = self.validated_at = time.perf_counter()
+            self.pause_seconds = N_VALIDATIONS * (self.validated_at - started_at)  # at most a tenth of the time
         if not is_last and (is_due(self.intervals.save_steps, step) or totals["save_is_due"] or totals[SAVE_NOW]):
             run.start_save(run.step_name)
             run.garbage.collect()
@@ -316,7 +318,6 @@ class Engine:
         """Pass a row of metrics to the callbacks."""
         if metrics:
             run, progress = self.run, self.run.progress
-            run.count_seconds()
             progress.logged_rows += 1
             axes = {"step": progress.step, "tokens": progress.tokens, "seconds": progress.seconds}
             run.notify("on_log", axes | metrics)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 import warnings
 from collections import Counter
 from collections.abc import Iterable
@@ -108,8 +107,6 @@ class Run(Launch):
         callbacks: All callbacks in order.
         token_bytes: Number of UTF-8 bytes per token; None without a tokenizer.
         optimizer: The optimizer as Fabric wraps it.
-        seconds_before: Seconds of training in earlier launches.
-        training_since: Start of the training in this launch, in seconds of time.perf_counter(); None outside of it.
         skipped_steps: Steps in this launch without an update, because of the fp16 GradScaler or a spike.
         stop_reason: Why to stop before the next step; None to go on.
         last_saved: The latest checkpoint of this launch.
@@ -121,8 +118,6 @@ class Run(Launch):
     model: FabricModule
     checkpointer: Checkpointer
     optimizer: Any
-    seconds_before: float
-    training_since: float | None = None
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
     stop_reason: str | None = None
@@ -255,8 +250,7 @@ class Run(Launch):
             self._announce(folder)
 
     def _callback_states(self) -> State:
-        """Return the callbacks' states, and update the progress fields that only checkpoints need."""
-        self.count_seconds()
+        """Return the callbacks' states, and update the progress field that only checkpoints need."""
         self.progress.data = self.reader.state(self.progress.samples)
         return callback_states(self.callbacks)
 
@@ -265,23 +259,12 @@ class Run(Launch):
         self.notify("on_checkpoint_saved", folder)
         self.display.phase("training")
 
-    def count_seconds(self) -> None:
-        """Update the seconds of the progress, on this rank's clock."""
-        if self.training_since is not None:
-            self.progress.seconds = self.seconds_before + time.perf_counter() - self.training_since
-
-    def stop_clock(self, is_budget_used: bool) -> None:
-        """Count the seconds after the last step; validation and ``final/`` follow."""
-        self.count_seconds()
-        self.training_since = None
-        if is_budget_used:  # by less than a step too few, for which there was no time
-            self.progress.seconds = max(self.progress.seconds, self.state.limits.total_seconds or 0.0)
-
-    def advance(self, n_inputs: int) -> None:
+    def advance(self, n_inputs: int, seconds: float) -> None:
         """Advance the progress by one step of ``n_inputs`` input tokens (all ranks)."""
         progress, total = self.progress, self.state.limits.total_samples
         progress.step += 1
         progress.tokens += n_inputs
+        progress.seconds += seconds
         progress.samples += self.config.batch.global_batch_size
         if total is not None:
             progress.samples = min(progress.samples, total)  # the last batch of an epoch may be short

@@ -30,7 +30,7 @@ COLUMNS = (
     "val_loss",  # nats per token
     "val_ppl",
     "val_bpb",  # bits per byte
-    "seconds",  # wall time of training so far, from the first step on, over all launches
+    "seconds",  # wall time of the steps so far, over all launches
 )
 _USED_OPTIONS: dict[str, set[str]] = {
     "tensorboard": set(), "wandb": {"project", "run", "group"}, "mlflow": {"project", "run"},
