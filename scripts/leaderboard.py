@@ -11,7 +11,6 @@ build/leaderboard.jsonl, and --table prints what is there. The rules are in tuto
 import argparse
 import csv
 import json
-import math
 import os
 import platform
 import resource
@@ -25,9 +24,11 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import mean, median, stdev
 
+from toolkit.reporting.compare import estimate
+
 ROOT = Path(__file__).resolve().parents[1]
 BASELINE = [
-    *["--config", "config_hub/pretrain/default.yaml", "--train.max_time", "3"],
+    *["--config", "config_hub/pretrain/default.yaml", "--train.max_tokens", "null", "--train.max_time", "3"],
     *["--train.save_interval", "0", "--eval.interval", "0", "--eval.final_validation", "false"],
 ]
 SEEDS = [42, 1, 2, 3, 4]
@@ -112,11 +113,11 @@ def table(lines: list[dict]) -> str:
 
 def difference(values: list[float], baseline: list[float]) -> str:
     """Return the difference of two means, and whether it counts (five seeds each, p < 0.01 of Welch's test)."""
-    text = f"{mean(values) - mean(baseline):+.4f}"
+    found = estimate(values, baseline)
+    text = f"{found['difference']:+.4f}"
     if min(len(values), len(baseline)) < len(SEEDS) or values == baseline:
         return text
-    error = math.hypot(*(stdev(group) / math.sqrt(len(group)) for group in (values, baseline)))
-    ratio = abs(mean(values) - mean(baseline)) / error
+    ratio = abs(found["difference"]) / found["difference_stderr"]
     return f"{text}, {ratio:.1f} standard errors: " + ("counts" if ratio > CRITICAL else "does not count")
 
 
