@@ -598,6 +598,7 @@ def test_short_run_saves_and_logs_nothing(corpus, tmp_path):
 
 def test_time_intervals(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(engine, "build_intervals", lambda *args: Intervals(None, 1e-9, None, 1e-9))
+    monkeypatch.setattr(engine, "N_VALIDATIONS", 0)  # their own time does not delay the next
     train = {"max_steps": 3, "keep_last": 0}
     run_training(arguments(corpus, tmp_path / "run", train=train, evaluation={"max_iters": 1}))
     assert folders(tmp_path / "run") == {"step-00000001", "step-00000002", "final"}

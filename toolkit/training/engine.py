@@ -216,8 +216,8 @@ class Engine:
                 ranks.set_timeout(run.timeouts.later)
                 step_seconds = 0.0  # the next step will not compile
             is_last = limits.reached(progress.step, progress.tokens) or is_time_up
-            if is_time_up:  # less than a step of a budget is left
-                progress.seconds = max(progress.seconds, limits.total_seconds or 0.0)
+            if is_time_up and limits.total_seconds is not None:
+                progress.seconds = limits.total_seconds  # the last step ends within a step of it
             self._after_step(metrics, totals, is_last)
             if is_last:
                 return
