@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 from statistics import mean, stdev
 
 import pytest
@@ -10,7 +11,8 @@ from scipy import stats
 from toolkit.cli import main
 from toolkit.reporting.compare import compare, estimate
 from toolkit.reporting.page import render_page
-from toolkit.reporting.run import read_runs
+from toolkit.reporting.run import Checkpoint, read_runs
+from toolkit.reporting.text import figures
 from toolkit.ui.events import write_event
 
 HEADER = "step,tokens,seconds,loss,val_loss,val_accuracy,val_accuracy_stderr,tokens_per_sec"
@@ -111,3 +113,12 @@ def test_json_of_runs_without_an_axis_and_of_one_run(tmp_path, capsys):
         assert (found["end"], len(found["groups"])) == (end, n_groups)
     out = str(tmp_path / "report.json")
     assert [main(["report", one, "--format", "json", "--out_path", out]) for _ in range(2)] == [0, 0]
+
+
+def test_the_tile_has_the_metric_that_decides(tmp_path):
+    folder = Path(write(tmp_path / "run", (40, 4000, 60.0), 0, eval={"best_by": "accuracy"}))
+    (run,) = read_runs([str(folder)])
+    run.checkpoints = [Checkpoint("best", 20, 0, ""), Checkpoint("final", 40, 0, "")]
+    assert figures(run)["best accuracy"] == "0.5 at step 20"
+    run.settings["eval.best_by"] = "auto"
+    assert "best accuracy" not in figures(run)

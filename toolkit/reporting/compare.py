@@ -32,9 +32,9 @@ def compare(runs: Sequence[RunFacts]) -> dict[str, Any]:
         key = json.dumps(settings or number, sort_keys=True, default=str)
         groups.setdefault(key, []).append((run, _values_at(run, axis, end)))
     first, members = next(iter(groups.values())), list(groups.values())
-    settings = [group[0][0].settings for group in members]
-    names = dict.fromkeys(name for values in settings for name in values if name not in _NOT_COMPARED)
-    different = [name for name in names if any(values.get(name) != settings[0].get(name) for values in settings)]
+    heads = [group[0][0].settings for group in members]
+    names = dict.fromkeys(name for values in heads for name in values if name not in _NOT_COMPARED)
+    different = [name for name in names if any(values.get(name) != heads[0].get(name) for values in heads)]
     return {
         "title": f"Report: {', '.join(run.name for run in runs)}",
         "axis": axis,
@@ -95,9 +95,10 @@ def _stderr(values: Sequence[float]) -> float | None:
 def _values_at(run: RunFacts, axis: str, end: float) -> dict[str, float]:
     """Return the axes, the losses and the other metrics of validations at ``end``, and the median tokens/s."""
     values = {}
+    rows = np.asarray(run.columns.get(axis, math.nan)) <= end * (1 + TOLERANCE)
     for name, column in run.columns.items():
         if name in (*AXES, "loss", "tokens_per_sec") or (name.startswith("val_") and not name.endswith(STDERR)):
-            column = column[np.isfinite(column) & (run.columns.get(axis, column) <= end * (1 + TOLERANCE))]
+            column = column[np.isfinite(column) & rows]
             if len(column):
                 values[name] = float(np.median(column) if name == "tokens_per_sec" else column[-1])
     return values

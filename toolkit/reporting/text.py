@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from toolkit.checkpoints.store import BEST
+from toolkit.config import AUTO
 from toolkit.reporting.compare import AXES, compare, finite, last
 from toolkit.reporting.run import RunFacts
 from toolkit.ui.formats import format_count, format_loss, format_perplexity, format_seconds
@@ -140,7 +142,12 @@ def figures(run: RunFacts) -> dict[str, str]:
     shown |= {"energy": run.energy} if run.energy else {}
     metrics = {name: value for name in run.columns if math.isfinite(value := last(run, name))}
     shown |= {metric_label(name): format_metric(name, metrics) for name in metric_names(metrics)}
-    if len(val_losses) and (lowest := val_losses.min()) < val_losses[-1]:
+    if (best_by := str(run.settings.get("eval.best_by", AUTO)).removeprefix("val_")) != AUTO:
+        steps = [checkpoint.step for checkpoint in run.checkpoints if checkpoint.name == BEST]
+        rows = zip(run.columns.get("step", ()), run.columns.get(f"val_{best_by}", ()), strict=False)
+        best = (f"{value:.4g} at step {step:,.0f}" for step, value in rows if step in steps)
+        shown |= {f"best {metric_label(best_by)}": text for text in best}
+    elif len(val_losses) and (lowest := val_losses.min()) < val_losses[-1]:
         step = run.columns["step"][run.columns["val_loss"] == lowest][0]
         shown["lowest validation loss"] = f"{format_loss(lowest)} at step {step:,.0f}"
     return shown
