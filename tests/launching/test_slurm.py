@@ -23,7 +23,7 @@ def script(tmp_path_factory) -> Path:
 def test_script_to_copy_is_what_launch_writes(capsys, monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[2])
     recipe = Path("config_hub/pretrain/llama-2-7b-multi-node.yaml")
-    command = re.search(r"^# toolkit (launch slurm .*)$", recipe.read_text(), re.M)[1]
+    command = re.search(r"^# `toolkit (launch slurm .*)`$", recipe.read_text(), re.M)[1]
     assert main(shlex.split(command)) == 0
     written = capsys.readouterr().out
     assert written == recipe.with_suffix(".sbatch").read_text(), f"toolkit {command} > {recipe.with_suffix('.sbatch')}"
