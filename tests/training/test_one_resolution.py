@@ -19,6 +19,8 @@ from toolkit.data import PythonStdlib
 from toolkit.data.text import python_stdlib
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.data.tokens.store import TokenWriter
+from toolkit.distributed.launch import RunGroup
+from toolkit.distributed.world import WorldInfo
 from toolkit.errors import UserError
 from toolkit.models.families import get_config
 from toolkit.planning import data, plan, resolve
@@ -27,18 +29,14 @@ from toolkit.planning.resolve import ResolvedConfig
 from toolkit.training import engine, launch
 
 ROOT = Path(__file__).parents[2]
-GROUP = SimpleNamespace(
-    shutdown=SimpleNamespace(),
-    decide_on_rank0=lambda function: function(),
-    prepare_in_turns=lambda function: function(),
-    init_process_group=lambda: None,
-)
-"""The processes of a run, as its first process sees them; no other is started."""
 
 
 @contextmanager
-def one_process(*_: Any) -> Iterator[SimpleNamespace]:
-    yield GROUP
+def one_process(fabric: Any, world: WorldInfo, timeouts: Any) -> Iterator[RunGroup]:
+    """The processes of a run, as its first process sees them; no other is started."""
+    group = RunGroup(fabric, WorldInfo(1, 1, 0, 0, "toolkit", starts_processes=False), timeouts)
+    group.init_process_group = lambda: None
+    yield group
 
 
 def resolutions(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, ResolvedConfig | str]:
