@@ -13,13 +13,8 @@ UNKNOWN = "does not say whether the highest or the lowest value is the best; add
 
 def test_a_direction_is_declared_known_or_asked_for():
     """val_t_word_perplexity is a column of an lm-eval task, whose direction lm-eval knows."""
-    directions = {
-        "val_acc": True,
-        "val_t_word_perplexity": False,
-        "val_nll": None,
-        "val_ppl": False,
-        "val_loss_a": None,
-    }
+    directions = {"val_acc": True, "val_t_word_perplexity": False, "val_nll": None, "val_ppl": False}
+    directions |= {"val_loss_a": None, "val_lossless": True}
 
     def check(name, mode, is_higher):
         best = BestMetric.from_options(EvalArgs(best_by=name, best_mode=mode))
@@ -30,7 +25,7 @@ def test_a_direction_is_declared_known_or_asked_for():
 
     check_each(check, [
         ("acc", "auto", True), ("acc", "min", False), ("t_word_perplexity", "auto", False), ("nll", "min", False),
-        ("nll", "max", True), ("ppl", "auto", False), ("loss_a", "auto", False),
+        ("nll", "max", True), ("ppl", "auto", False), ("loss_a", "auto", False), ("lossless", "auto", True),
     ])  # fmt: skip
     with pytest.raises(UserError, match=f"--eval.best_by val_nll: {UNKNOWN}"):
         BestMetric.from_options(EvalArgs(best_by="nll")).among(directions)
@@ -52,7 +47,7 @@ def test_names_that_the_options_rule_out():
         ({"best_by": "exact_match", "metric": "exact_match"}, NextToken(), False, None),
         ({"best_by": "regex_2", "metric": ["regex:a", "regex:b"]}, NextToken(), False, None),
         ({"best_by": "choice_norm", "metric": "choice"}, NextToken(), False, None),
-        ({"best_by": "acuracy"}, Classification(), False, "did you mean 'val_accuracy'"),
+        ({"best_by": "accurac"}, Classification(), False, "did you mean 'val_accuracy'"),
         ({"best_by": "accuracy"}, Classification(), False, None), ({"best_by": "reward_margin"}, DPO(), False, None),
         ({"best_by": "reward_chosen"}, KTO(), False, None), ({"best_by": "divergence"}, distillation, False, None),
         ({"best_by": "loss_web"}, NextToken(), False, None), ({}, NextToken(), False, None),

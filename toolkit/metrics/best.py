@@ -26,12 +26,11 @@ class BestMetric:
 
     @classmethod
     def from_options(cls, evaluation: EvalArgs) -> "BestMetric":
-        """Return the metric of ``--eval.best_by`` and ``--eval.best_mode``. Only losses have a known direction."""
-        name = "val_loss" if evaluation.best_by == AUTO else VAL + evaluation.best_by.removeprefix(VAL)
-        if evaluation.best_mode != AUTO:
-            return cls(name, evaluation.best_mode == "max")
-        is_loss = name in ("val_ppl", "val_bpb") or "loss" in name or "error" in name
-        return cls(name, False if is_loss else None)
+        """Return the metric of ``--eval.best_by`` and ``--eval.best_mode``."""
+        if evaluation.best_by == AUTO:
+            return cls(is_higher_better=evaluation.best_mode == "max")
+        name = VAL + evaluation.best_by.removeprefix(VAL)
+        return cls(name, None if evaluation.best_mode == AUTO else evaluation.best_mode == "max")
 
     def among(self, directions: Mapping[str, bool | None]) -> "BestMetric":
         """Return the metric with its direction.
@@ -44,12 +43,12 @@ class BestMetric:
         """
         self.require_one_of(directions)
         is_higher = directions[self.name] if self.is_higher_better is None else self.is_higher_better
-        if is_higher is None:
+        if is_higher is None and not ("loss" in self.name or "error" in self.name):
             raise UserError(
                 f"--eval.best_by {self.name}: does not say whether the highest or the lowest value is the best; add "
                 "--eval.best_mode max or min, or set higher_is_better of its function or callback"
             )
-        return replace(self, is_higher_better=is_higher)
+        return replace(self, is_higher_better=bool(is_higher))
 
     def require_one_of(self, names: Collection[str]) -> None:
         """Raise UserError if the run has no such metric."""
