@@ -16,7 +16,7 @@ from helpers.small_runs import write_base, write_rows
 
 from toolkit.cli import dispatch, main
 from toolkit.data import PythonStdlib
-from toolkit.data.text import python_stdlib
+from toolkit.data.text import prepare, python_stdlib
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.data.tokens.store import TokenWriter
 from toolkit.distributed.launch import RunGroup
@@ -168,6 +168,13 @@ def test_a_plan_of_data_that_is_not_prepared_prints_no_steps_or_an_estimate(fold
         ("pretrain pico-llama --data TinyStories --train.max_steps 3", "TinyStories: streamed\n", "3 steps\n"),
         ("finetune_full base --data Alpaca2k", f"Alpaca2k: about 1,900 training rows, {later}", r"about \d+ steps\n"),
     ])  # fmt: skip
+
+
+def test_a_plan_hashes_no_large_text(folder, capsys, monkeypatch):
+    monkeypatch.setattr(prepare, "ANNOUNCE_BYTES", 0)
+    monkeypatch.setattr(prepare, "fingerprint", lambda *_: pytest.fail("hashed"))
+    assert main(f"plan pretrain pico-llama {SHORT} {TEXT} --train.epochs 1".split()) == 0
+    assert "TextFiles: not prepared yet" in capsys.readouterr().out
 
 
 def test_a_stand_in_is_named_at_start_and_end(folder, capsys, monkeypatch):

@@ -32,6 +32,7 @@ from toolkit.data.cache import (
     hash_inputs,
     load_or_prepare,
     read_manifest,
+    require_preparation,
     write_manifest,
 )
 from toolkit.data.text.documents import (
@@ -57,6 +58,8 @@ def prepare_text(
 ) -> PreparedData:
     """Load prepared rows from the cache, or prepare them. ``options`` is the data module, a ``FileText``."""
     start = time.perf_counter()
+    if sum(path.stat().st_size for path in (*paths.train, *(paths.val or ())) if path.is_file()) >= ANNOUNCE_BYTES:
+        require_preparation()  # hashing takes longer than a plan should
     train = fingerprint(paths.train, paths.train_option)
     val = None if paths.val is None else fingerprint(paths.val, paths.val_option)
     texts = train + (val or [])
@@ -145,6 +148,7 @@ def _content_key(train: BlockDataset, val: BlockDataset | None, report: Report) 
         if len(key := key_file.read_text(encoding="utf-8")) == 2 * hashlib.sha256().digest_size:
             return key
     if (size := store.n_tokens * store.dtype.itemsize) >= ANNOUNCE_BYTES:
+        require_preparation()
         report(f"Data: hashing {size / 1e9:,.1f} GB in {store.folder}, once for this --train.max_seq_length")
     n_val = 0 if val is None else val.n_tokens
     digest = hashlib.sha256(f"{train.block_size} {train.n_tokens} {n_val} {store.dtype}".encode())
