@@ -9,6 +9,8 @@ from helpers.cases import check_each
 from tokenizers import Tokenizer as Core
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
+from toolkit.data.chat.template import encode_text
+from toolkit.data.sft.tokenize import cut_end
 from toolkit.data.tokenizer import ENDS_FILE, Tokenizer
 from toolkit.errors import UserError
 
@@ -244,6 +246,21 @@ def test_a_checkpoint_without_a_decision_keeps_the_old_rule_and_its_key(tmp_path
     cases += [("byte-level", "both", SETTINGS[2], name, "PreTrainedTokenizerFast") for name in FILES]
     cases += [("byte-level", "bos", SETTINGS[1], "extra, named", "GPTNeoXTokenizer")]
     check_each(check, cases)
+
+
+def test_a_text_that_is_cut_keeps_its_end(tmp_path):
+    from transformers import AutoTokenizer
+
+    def check(processor, limit):
+        core = byte_level()
+        core.add_special_tokens(["<s>", "</s>"])
+        write(tmp_path, core, {}, processor=PROCESSORS[processor](core))
+        tokenizer, hf = Tokenizer.load(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+        encoding = encode_text(tokenizer, "a b the", eos=None)
+        ids = cut_end(encoding, limit, tokenizer).ids
+        assert ids == hf("a b the", truncation=True, max_length=limit)["input_ids"]
+
+    check_each(check, [(processor, limit) for processor in PROCESSORS for limit in (3, 4, 9)])
 
 
 def test_a_token_of_settings_that_an_old_checkpoint_lacks_is_named(tmp_path):

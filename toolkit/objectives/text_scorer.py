@@ -14,7 +14,7 @@ from toolkit.data.chat.template import Encoding, tokenizer_template
 from toolkit.data.sft.labels import MULTI, SINGLE
 from toolkit.data.sft.messages import EmptyAnswerError
 from toolkit.data.sft.schemas import Record
-from toolkit.data.sft.tokenize import Counts, cut_prompts, mark_scored, tokenize_record
+from toolkit.data.sft.tokenize import Counts, cut_end, cut_prompts, mark_scored, tokenize_record
 from toolkit.errors import UserError
 from toolkit.inference.chat import find_template
 from toolkit.inference.load import LoadedModel
@@ -64,7 +64,7 @@ class TextScorer:
             self.n_cut += 1
             if self.is_reward:
                 (encoding,) = cut_prompts([encoding], limit, options.tokenizer.bos_id, Counts())
-            encoding = Encoding(encoding.ids[:limit], encoding.loss_mask[:limit])
+            encoding = cut_end(encoding, limit, options.tokenizer)
         has_answer = any(encoding.loss_mask)
         return mark_scored(encoding, options.tokenizer.pad_id, self.config.head == "token_reward" and has_answer)
 

@@ -204,7 +204,7 @@ def _tokenize(config: SFTConfig, records: list[Record], source: int, number: int
         pieces = cut_prompts(encodings, limit, config.tokenizer.bos_id, counts) if is_long else encodings
         trained = [] if _are_equal(pieces) or not all(map(_is_trained, pieces)) else pieces
     elif config.is_scored:
-        pieces = trained = [Encoding(encodings[0].ids[:limit], encodings[0].loss_mask[:limit])]
+        pieces = trained = [cut_end(encodings[0], limit, config.tokenizer)]
     else:
         pieces = list(_fit_to_row(encodings[0], limit, split=config.on_long == "split"))
         trained = list(filter(_is_trained, pieces))
@@ -218,6 +218,14 @@ def _tokenize(config: SFTConfig, records: list[Record], source: int, number: int
         counts.split += config.on_long == "split"
         counts.pieces_left_out += 0 if is_preference else len(pieces) - len(trained)
     return trained
+
+
+def cut_end(encoding: Encoding, limit: int, tokenizer: Tokenizer) -> Encoding:
+    """Cut a text at its end, but before what the tokenizer adds to a text, as transformers does."""
+    after = tokenizer.missing_ends([], False, None)[1]
+    n_text = len(encoding.ids) - (len(after) if encoding.ids[-len(after) :] == after else 0)
+    stop = min(n_text, limit - len(encoding.ids) + n_text)
+    return Encoding(*(part[:stop] + part[n_text:] for part in encoding))
 
 
 def mark_scored(encoding: Encoding, pad: int | None, every_token: bool) -> Encoding:
