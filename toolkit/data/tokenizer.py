@@ -6,8 +6,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,7 @@ from toolkit.data.hf_tokenizer import (
     text_ends,
     to_json,
 )
-from toolkit.data.tokenizer_limits import require_bounded, translate_panic
+from toolkit.data.tokenizer_limits import PARALLEL, require_bounded, translate_panic
 from toolkit.errors import UserError, one_line
 from toolkit.io.paths import require_inside
 from toolkit.io.safe_parse import read_bounded
@@ -51,23 +50,6 @@ _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 _BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + n): byte for n, byte in enumerate(_OTHERS)}
 Spans = list[tuple[int, int]]  # of characters, [start, end)
-_PARALLEL = "TOKENIZERS_PARALLELISM"  # the library reads it on each call
-
-
-def is_parallel() -> bool:
-    """Whether the tokenizers library may use all cores."""
-    return os.environ.get(_PARALLEL, "true").lower() not in ("", "off", "false", "f", "no", "n", "0")
-
-
-@contextmanager
-def one_thread_per_call() -> Iterator[None]:
-    """Limit each call of the tokenizers library to one core, for callers with a thread pool."""
-    before = os.environ.get(_PARALLEL, "true")
-    os.environ[_PARALLEL] = "false"
-    try:
-        yield
-    finally:
-        os.environ[_PARALLEL] = before
 
 
 class Tokenizer:
@@ -84,7 +66,7 @@ class Tokenizer:
         this constructor reads the same from them alone.
         """
         # Set before any fork; otherwise the library warns in every worker.
-        os.environ.setdefault(_PARALLEL, "true")
+        os.environ.setdefault(PARALLEL, "true")
         import tokenizers
 
         self.name = name
@@ -381,7 +363,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         texts: The corpus or a sample. A few MB suffice for a small vocabulary.
         vocab_size: Target size, including the special token and 256 bytes. Short texts yield fewer tokens.
     """
-    os.environ.setdefault(_PARALLEL, "true")
+    os.environ.setdefault(PARALLEL, "true")
     from tokenizers.implementations import ByteLevelBPETokenizer
 
     core = ByteLevelBPETokenizer()
@@ -395,7 +377,7 @@ def collect_characters(texts: Iterable[str]) -> Tokenizer:
     """Build a character-level tokenizer: ``<|endoftext|>`` (id 0), ``<|unknown|>``, then each distinct character in
     sorted order.
     """
-    os.environ.setdefault(_PARALLEL, "true")
+    os.environ.setdefault(PARALLEL, "true")
     from tokenizers import AddedToken, decoders, models
     from tokenizers import Tokenizer as Core
 

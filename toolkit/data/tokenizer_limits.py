@@ -1,6 +1,7 @@
-"""Limits of the tokenizers library: panics of its Rust code, and files that expand texts without bound."""
+"""Limits of the tokenizers library: its cores, panics of its Rust code, and files that expand texts without bound."""
 
 import math
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,8 +9,25 @@ from typing import Any
 
 from toolkit.errors import UserError, one_line
 
+PARALLEL = "TOKENIZERS_PARALLELISM"  # the library reads it on each call
 _REPLACEMENT = re.compile(r'"pattern":\{"(String|Regex)":"(.*?)"\},"content":"(.*?)"\}')
 _MAX_GROWTH = 100_000  # of a text by all replacements, one after another
+
+
+def is_parallel() -> bool:
+    """Whether the tokenizers library may use all cores."""
+    return os.environ.get(PARALLEL, "true").lower() not in ("", "off", "false", "f", "no", "n", "0")
+
+
+@contextmanager
+def one_thread_per_call() -> Iterator[None]:
+    """Limit each call of the tokenizers library to one core, for callers with a thread pool."""
+    before = os.environ.get(PARALLEL, "true")
+    os.environ[PARALLEL] = "false"
+    try:
+        yield
+    finally:
+        os.environ[PARALLEL] = before
 
 
 @contextmanager

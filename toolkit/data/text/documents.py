@@ -16,7 +16,8 @@ import numpy as np
 
 from toolkit.data.base import AUTO, AddBos, AddedBos, Report, file_errors, require
 from toolkit.data.cache import throttle
-from toolkit.data.tokenizer import END_OF_TEXT, Tokenizer, is_parallel, one_thread_per_call, train_bpe
+from toolkit.data.tokenizer import END_OF_TEXT, Tokenizer, train_bpe
+from toolkit.data.tokenizer_limits import is_parallel, one_thread_per_call
 from toolkit.data.tokens.store import TokenWriter
 from toolkit.errors import UserError, count_of
 
