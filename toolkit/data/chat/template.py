@@ -201,10 +201,12 @@ class ChatTemplate(TemplateRenderer):
         }
         other = [{**one, "content": placeholders.get(i, one.get("content"))} for i, one in enumerate(messages)]
         try:
-            text, position = self.render(other, tools=tools) + eos, 0
-            for part in parts:
-                position = text.find(part, position) + len(part) if position >= 0 and part in text[position:] else -1
-            if position >= 0:
+            text = rest = self.render(other, tools=tools) + eos
+            for part in filter(None, parts):
+                _, found, rest = rest.partition(part)
+                if not found:
+                    break
+            else:
                 return
             # A template may read the text, such as /no_think, and begin answers in another way.
             spans = [self._locate(other, i, text, eos, tools) for i in _answers(other)]
