@@ -46,10 +46,12 @@ def with_run_columns(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
 
     Says so in a line on stderr.
     """
-    data = _read_settings(folder, HYPERPARAMETERS).get("data")
-    is_labeled = isinstance(data, dict) and data.get("class_path") == "Classification"
-    of_run = data.get("init_args") if is_labeled else {}
-    columns = {name: of_run[name] for name, value in options.items() if value is None and of_run.get(name)}
+    columns: dict[str, str] = {}
+    with suppress(KeyError, TypeError, AttributeError):  # a file that toolkit did not write
+        data = _read_settings(folder, HYPERPARAMETERS)["data"]
+        if data["class_path"] == "Classification":
+            values = {name: data["init_args"].get(name) for name, value in options.items() if value is None}
+            columns = {name: str(value) for name, value in values.items() if value}
     if columns:
         notice(f"columns as in the checkpoint's run: {', '.join(f'{name} {value}' for name, value in columns.items())}")
     return options | columns

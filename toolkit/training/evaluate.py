@@ -101,8 +101,8 @@ def evaluate(checkpoint: EvaluatedModel) -> dict[str, Any]:
         data, of_run = data_of_run(checkpoint.folder, trust=options.trust_checkpoint_data)
         length = length or of_run
     elif isinstance(data, Classification):
-        names = ("text_column", "text_pair_column", "label_column")
-        data = replace(data, **with_run_columns(checkpoint.folder, {name: getattr(data, name) for name in names}))
+        columns = {name: getattr(data, name) for name in ("text_column", "text_pair_column", "label_column")}
+        data = replace(data, **with_run_columns(checkpoint.folder, columns))
     native = checkpoint.load_model()
     config, block_size = native.config, native.config.block_size
     objective = objective_of_head(config, data)

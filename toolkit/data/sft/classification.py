@@ -36,7 +36,7 @@ class Classification(DataModule):
         text_column: Column of the text; by default text, messages or conversations.
         text_pair_column: Column of a second text, which follows the first after a line break.
         label_column: Column of the label; by default label. toolkit evaluate takes columns that are not given from the
-            checkpoint's run; "" is none.
+            model's training run; "" is none.
         problem_type: Kind of the labels. Default: lists of names, or of 0 or 1 for each class, are several labels per
             text, numbers with a fraction, or lists of them, are regression, and all others are one label per text.
         class_weights: Weight of each label in the loss, such as '{"spam": 5}'; "balanced": inverse to its frequency.
