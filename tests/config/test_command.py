@@ -483,7 +483,7 @@ WORDS_OF_OTHER_TOOLS = {
     "pretrain --train.fp8 true": "use tensorwise or rowwise",
     "pretrain --optimizer.precondition_frequency 3": "set by --optimizer.options.precondition_frequency",
     "pretrain --train.max_tokens 1M": "a million as 1e6: Stop at the step that reaches this many input tokens",
-    "pretrain --train.max_time 5m": "write it without a unit, a million as 1e6: Stop this launch after this many min",
+    "pretrain --train.max_time 5m": "write it without a unit, a million as 1e6: ",
     "pretrain --fsdp.state_dict_type FULL_STATE_DICT": "use full",
     "classify m --output f": "toolkit classify ... > FILE",
     "classify m --data CSV": "give a file, as --texts FILE",
