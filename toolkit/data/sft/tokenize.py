@@ -222,10 +222,10 @@ def _tokenize(config: SFTConfig, records: list[Record], source: int, number: int
 
 def cut_end(encoding: Encoding, limit: int, tokenizer: Tokenizer) -> Encoding:
     """Cut a text at its end, but before what the tokenizer adds to a text, as transformers does."""
-    after = tokenizer.missing_ends([], False, None)[1]
-    n_text = len(encoding.ids) - (len(after) if encoding.ids[-len(after) :] == after else 0)
-    stop = min(n_text, limit - len(encoding.ids) + n_text)
-    return Encoding(*(part[:stop] + part[n_text:] for part in encoding))
+    (ids, mask), after = encoding, tokenizer.missing_ends([], False, None)[1]
+    n_text = len(ids) - (len(after) if ids[-len(after) :] == after else 0)
+    stop = min(n_text, limit - len(ids) + n_text)
+    return Encoding(ids[:stop] + ids[n_text:], mask[:stop] + mask[n_text:])
 
 
 def mark_scored(encoding: Encoding, pad: int | None, every_token: bool) -> Encoding:
