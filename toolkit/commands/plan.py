@@ -35,8 +35,8 @@ def setup(
     toolkit plan pretrain pythia-160m --devices 8 --train.micro_batch_size 8 --device_memory_gb 80
 
     `toolkit plan COMMAND --help` shows all options, `toolkit plan compatibility` the options that are not supported
-    together. Nothing is started: neither GPUs nor weights are needed. The plan is for GPUs unless you set
-    --accelerator cpu. checkpoint_dir may also be the name of an architecture, such as meta-llama/Llama-2-7b-hf. All
+    together. Nothing is started or prepared: neither GPUs, weights nor data are needed. The plan is for GPUs unless you
+    set --accelerator cpu. checkpoint_dir may also be the name of an architecture, such as meta-llama/Llama-2-7b-hf. All
     sequences are assumed to have the maximum length, --train.max_seq_length.
 
     Args:
