@@ -1,4 +1,4 @@
-"""AGENTS.md: every command is parsed, and the comparison of two ideas is run."""
+"""AGENTS.md and experiments.md: every command is parsed, and the comparison of two ideas is run."""
 
 import importlib
 import json
@@ -27,8 +27,9 @@ def words_of(text: str) -> list[list[str]]:
 
 def test_every_command_parses():
     inline = "\n".join(re.findall(r"`(toolkit [^`]*)`", re.sub(r"```.*?```", "", PAGE, flags=re.S)))
-    commands = words_of("\n".join([*BLOCKS, inline]))
-    assert len(commands) >= 9
+    other = re.findall(r"```bash\n(.*?)```", (ROOT / "tutorials" / "experiments.md").read_text(), re.S)
+    commands = words_of("\n".join([*BLOCKS, inline, *other]))
+    assert len(commands) >= 14
     for name, *options in commands:
         module, positionals, _ = COMMANDS[name]
         setup = importlib.import_module(module).setup
