@@ -280,7 +280,7 @@ def test_simple_mistakes_are_reported_without_importing_torch(tmp_path):
         f"{tickets} --data.text_column body --data.label_column nope": "nope",
         f"{tickets} --data.text_column no --data.label_column category": "no column no (--data.text_column); it has",
         f"{tickets} {columns} --data.class_weights {{'bill':2}}": "--data.class_weights bill: no such label; the",
-        f"{tickets} {columns} --data.problem_type regression": "must be a number",
+        f"{tickets} {columns} --data.problem_type regression": "must be numbers",
         "generate no": "checkpoint_dir no: no such folder",
         "convert_to_hf no out": "checkpoint_dir no: no such folder",
         f"finetune_full {base} --data.json_path no.json": "--data.json_path no.json: no such file or folder",

@@ -170,7 +170,6 @@ def test_names_that_are_unknown_or_given_twice():
         ),
         ({"state_dict_type": "FULL_STATE_DICT"}, "^fsdp.state_dict_type 'FULL_STATE_DICT': must be .*; use full$"),
         ({"learning_rate": -1}, "^train.learning_rate -1.0: must be greater than zero"),
-        ({"strategy": FSDPStrategy()}, "^strategy FSDPStrategy: give a name"),
         ({"device": "cuda:3"}, "device cuda:3: each process uses the device of its local rank .0.; use cuda"),
         ({"device": "cpu", "accelerator": "cpu"}, "device: accelerator is also given"),
         ({"dataloader": ROWS}, "dataloader: a dataset is also given"),

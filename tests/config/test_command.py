@@ -379,7 +379,7 @@ def path_options() -> dict[str, Any]:
         for group in command.class_options:
             for cls in command.choices(group).values():
                 options |= {f"{group}.{name}": option for name, option in parameters_of(cls).items()}
-    words = re.compile(r"(?i)\b(files?|folders?|checkpoints?|out_dir)\b")
+    words = re.compile(r"(?i)\b(files?|folders?|checkpoints?|out_dir)\b(?!')")
     texts = {key: option for key, option in options.items() if str in union_members(option.kind)}
     return {key: option.kind for key, option in texts.items() if words.search(option.doc) and key not in NO_PATHS}
 

@@ -283,7 +283,8 @@ class CommandOptions:
             names = [a for kind in kinds if get_origin(kind) is Literal for a in get_args(kind) if isinstance(a, str)]
             hint = VALUE_HINTS.get(f"{key}={text.lower()}") or did_you_mean(text, names, cutoff=0.55)
             if not hint and re.fullmatch(r"[\d.]+ *[A-Za-z]+", text):
-                hint = f"; write it without a unit, a million as 1e6: {self.options()[key].doc.partition('. ')[0]}"
+                doc = " ".join(self.options()[key].doc.split()).partition(". ")[0]
+                hint = f"; write it without a unit, a million as 1e6: {doc}"
             shown = value.display(key).removeprefix("--" if key.upper() in usage.split() else "")  # positional
             raise UserError(f"{shown}: must be {describe(kind)}{hint}") from error
         if isinstance(converted, str) and (is_path_option(key) or key in PATH_LISTS):
@@ -321,7 +322,7 @@ class CommandOptions:
 
         if matches := [name for name, cls in choices.items() if last in inspect.signature(cls).parameters]:
             hint = f"add --{group} {matches[0]}" if len(matches) == 1 else f"{', '.join(matches)} have it"
-            selected = self.selected[group]
+            selected: Any = self.selected[group]
             paths = [f"{group}.{name}" for name in parameters_of(selected) if name.endswith("path")]
             if last.endswith("path") and paths and selected is not type(self.parameters[group].default):
                 hint = f"did you mean {show(paths[0])}?"  # the user has chosen the class

@@ -90,7 +90,11 @@ def read_run_args(
 
     For the other arguments see :func:`toolkit.train`.
     """
-    ready, optimizer_class = read_options(command, options, optimizer)
+    if not isinstance(strategy := options.get("strategy", AUTO), str):
+        raise UserError(f"strategy {type(strategy).__name__}: give a name, such as 'fsdp', and options as fsdp={{...}}")
+    chosen, optimizer_class = _read_optimizer(optimizer)
+    cls = OPTIONS[command]
+    ready: TrainingOptions = cls(**parse_object(cls, options | {"optimizer": chosen}))
     module: nn.Module | None = None
     blocks: Blocks = ()
     if isinstance(ready, PretrainOptions):
@@ -100,17 +104,6 @@ def read_run_args(
         if name not in getattr(data, "takes_urls", ()):
             require_local(f"data.{name}", value)
     return run_args(replace(ready, data=data), module=module, block_classes=blocks, optimizer_class=optimizer_class)
-
-
-def read_options(
-    command: TrainingCommand, options: dict[str, Any], optimizer: Any
-) -> tuple[TrainingOptions, type[Optimizer] | None]:
-    """Check the options of a command. Return them with the optimizer's class, if it is not from torch.optim."""
-    if not isinstance(strategy := options.get("strategy", AUTO), str):
-        raise UserError(f"strategy {type(strategy).__name__}: give a name, such as 'fsdp', and options as fsdp={{...}}")
-    chosen, optimizer_class = _read_optimizer(optimizer)
-    cls = OPTIONS[command]
-    return cls(**parse_object(cls, options | {"optimizer": chosen})), optimizer_class
 
 
 def run_from_python(

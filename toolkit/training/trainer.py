@@ -1,13 +1,14 @@
 """``toolkit.Trainer``: a training run as an object with the arguments of :func:`toolkit.train`."""
 
-from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any
 
+from toolkit.config.command import parse_object
 from toolkit.errors import UserError
 from toolkit.planning.run_args import RunArgs
+from toolkit.planning.training_options import PretrainOptions
 from toolkit.training.engine import Engine, open_run, resolve_run
-from toolkit.training.python_args import TrainResult, names_arguments, read_options, read_run_args, run_from_python
+from toolkit.training.python_args import TrainResult, names_arguments, read_run_args, run_from_python
 from toolkit.training.run import Callback, Run
 from toolkit.training.trainer_names import PYTHON_OBJECTS, trainer_options, translate
 
@@ -43,9 +44,9 @@ class Trainer:
 
     def __init__(self, model: Any = None, dataset: Any = None, *more: Any, **options: Any) -> None:
         self._options = trainer_options((dataset, *more), {"model": model} | options)
-        options, objects, _ = self._split()
-        with names_arguments():
-            read_options("pretrain", options, objects.get("optimizer"))  # fail now
+        objects = (*PYTHON_OBJECTS, "callbacks", "strategy")
+        with names_arguments():  # fail now
+            parse_object(PretrainOptions, {k: v for k, v in self.arguments().items() if k not in objects})
         self._run: Run | None = None
         self.result: TrainResult | None = None
 
@@ -55,9 +56,11 @@ class Trainer:
         Raises:
             See :func:`toolkit.train`.
         """
-        options, objects, callbacks = self._split(**limits)
+        arguments = self.arguments(**limits)
+        callbacks = arguments.pop("callbacks", ())
+        objects = {name: arguments.pop(name) for name in PYTHON_OBJECTS if name in arguments}
         with names_arguments():
-            args = read_run_args("pretrain", options, **objects)
+            args = read_run_args("pretrain", arguments, **objects)
             self.result = run_from_python(args, callbacks, self._train)
         return self.result
 
@@ -69,12 +72,6 @@ class Trainer:
         for name in limits.keys() & self._options.keys():
             raise UserError(f"{name}: is already an argument of Trainer; remove one of them")
         return translate(self._options | limits)
-
-    def _split(self, **limits: Any) -> tuple[dict[str, Any], dict[str, Any], Iterable[Callback]]:
-        """Return the options of the command, the objects, and the callbacks."""
-        options = self.arguments(**limits)
-        objects = {name: options.pop(name) for name in PYTHON_OBJECTS if name in options}
-        return options, objects, options.pop("callbacks", ())
 
     @property
     def run(self) -> Run:

@@ -5,8 +5,7 @@ from typing import Any
 
 from toolkit.data.base import LabelSet, RowKind
 from toolkit.data.sft.classification import Classification
-from toolkit.data.sft.datasets import InstructionData, Preference
-from toolkit.data.sft.labels import Labeling
+from toolkit.data.sft.datasets import InstructionData
 from toolkit.data.sft.readers import RowFile, describe_row
 from toolkit.data.sft.schemas import Record, parse_row
 
@@ -22,25 +21,22 @@ def check_first_rows(data: Any, kind: RowKind, model_labels: LabelSet | None) ->
         model_labels: The labels of the initial model's head, if it has one.
     """
     is_labeled = isinstance(data, Classification)
-    is_known = (is_labeled or isinstance(data, InstructionData)) and type(data).__module__.startswith("toolkit.")
-    if not is_known or getattr(data, "repo_id", None) or is_labeled != (kind == "labeled"):
+    if not (is_labeled or isinstance(data, InstructionData)) or getattr(data, "repo_id", None):
         return
-    if isinstance(data, Preference) and kind == "answers":
-        return
-    labeling: Labeling | None = data.labeling(model_labels) if is_labeled else None
-    records: list[Record] = []
     files = [source for source in data.find_rows()[1].train if isinstance(source, RowFile)]
     if sum(file.path.stat().st_size for file in files) > _MAX_BYTES:  # some files are read as a whole
         return
+    labeling = data.labeling(model_labels) if is_labeled else None
+    records: list[Record] = []
     for file in files:
         names = file.class_names()
         for number, row in islice(file.rows(), _MAX_ROWS - len(records)):
             where = describe_row(file, number)
             if labeling is None:
-                records.append(parse_row(row, where, data.columns, kind)[0])
+                parse_row(row, where, data.columns, kind)
             else:
                 records.append(labeling.parse(row, where, names))
-    if labeling is not None and len(records) < _MAX_ROWS:
+    if labeling is not None and files and len(records) < _MAX_ROWS:
         import numpy as np  # not needed for other data
 
         is_any = np.ones(len(records), np.bool_)

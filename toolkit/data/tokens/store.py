@@ -225,4 +225,5 @@ def open_splits(
     if splits is None:
         raise ValueError(f"{folder} holds samples with a loss mask; only the data module that prepared them reads them")
     val = None if splits["val"] is None else BlockDataset(store, block_size, *splits["val"])
-    return BlockDataset(store, block_size, *splits["train"], stride), val
+    start, stop = splits["train"]
+    return BlockDataset(store, block_size, start, stop, stride), val
