@@ -11,6 +11,7 @@ from helpers.cases import slow_except
 from helpers.peak_memory import with_path
 from helpers.saving import write_checkpoint
 from safetensors import safe_open
+from tokenizers import Tokenizer as Core
 
 from toolkit.checkpoints.folder import load_model, write_model_files
 from toolkit.checkpoints.hf import export_hf as export_module
@@ -204,6 +205,26 @@ def test_pad_id_comes_from_original_config_or_tokenizer(tmp_path, config, pad, e
     export_hf(tmp_path / "m", tmp_path / "hf")
     assert exported_ids(tmp_path / "hf") == expected
     assert load_hf(tmp_path / "hf").config.pad_token_id == expected["pad"]
+
+
+@pytest.mark.parametrize("pad", ["<pad>", "the"])
+def test_a_head_is_padded_with_a_token_that_the_model_embeds(tmp_path, pad):
+    """<pad>, which only a setting names, has the first id that the model lacks."""
+    tokenizer = train_bpe(["the text of the tokenizer"], 280)
+    core = Core.from_str(tokenizer.files["tokenizer.json"].decode())
+    core.add_tokens(
+        [f"<{i}>" for i in range(LLAMA.padded_vocab_size - tokenizer.vocab_size)] if pad == "<pad>" else ["the"]
+    )
+    settings = tokenizer.settings("tokenizer_config.json") | {"pad_token": pad}
+    files = {"tokenizer.json": core.to_str().encode(), "tokenizer_config.json": json.dumps(settings).encode()}
+    tokenizer = Tokenizer(tokenizer.files | files, "the tokenizer", is_foreign=True)
+    labels = {"head": "classification", "labels": ["a", "b"], "problem_type": "single_label_classification"}
+    save(tmp_path / "m", dataclasses.replace(LLAMA, **labels, tie_embeddings=False), tokenizer=tokenizer)
+    export_hf(tmp_path / "m", tmp_path / "hf")
+    hf = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert hf.pad_token_id == exported_ids(tmp_path / "hf")["pad"] == (0 if pad == "<pad>" else tokenizer.pad_id)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf")
+    assert model(**hf(["the text", "the"], padding=True, return_tensors="pt")).logits.shape == (2, 2)
 
 
 @pytest.mark.parametrize(

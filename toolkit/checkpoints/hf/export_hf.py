@@ -69,7 +69,7 @@ def export_hf(
         warn_nonfinite(_write_weights(folder, weights, config, dtype), out_dir)
         copy_files(checkpoint_dir, folder, FILE_PATTERNS, exclude=[checkpoint_dir / ENDS_FILE])
         if tokenizer is not None:
-            pad = None if config.head is None else tokenizer.pad_id  # transformers pads batches of texts with it
+            pad = None if config.head is None else _pad_id(config, tokenizer)  # transformers pads batches of texts
             (tokenizer if pad is None else tokenizer.with_pad(pad)).save(folder, for_transformers=True)
         ids = _token_ids(checkpoint_dir, base, config, tokenizer)
         _write_config_files(folder, config, ids, dtype or weights["transformer.wte.weight"].dtype)
@@ -271,11 +271,17 @@ def _token_ids(folder: Path, base: Path | None, config: ModelConfig, tokenizer: 
     for values in (original, generation, from_tokenizer):  # the last one that has an id
         ids |= {name: value for name, value in values.items() if value is not None}
     if config.head is not None and tokenizer is not None:  # the score is read before the padding
-        ids["pad_token_id"] = tokenizer.pad_id
+        ids["pad_token_id"] = _pad_id(config, tokenizer)
     elif original:
         ids["pad_token_id"] = original.get("pad_token_id")
     # Written even if None: the default id of some classes is outside a small vocabulary, which they reject.
     return {name: _embedded_ids(ids.get(name), config) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+
+
+def _pad_id(config: ModelConfig, tokenizer: Tokenizer) -> int | None:
+    """Return the token that pads texts for a score layer: the tokenizer's if the model embeds it, else eos."""
+    pad = tokenizer.pad_id
+    return pad if pad is None or pad < config.padded_vocab_size else tokenizer.eos_id
 
 
 def _embedded_ids(ids: Any, config: ModelConfig) -> int | list[int] | None:
