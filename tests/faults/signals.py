@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from helpers.groups import read_until
 from helpers.processes import Forked, finish
 
 from tests.faults.core import Way
@@ -18,10 +19,11 @@ from tests.faults.states import (
     require_one_line,
     require_same_result,
     run,
-    seconds,
+    undisturbed,
 )
 from toolkit.checkpoints.store import complete_checkpoints
 
+PHASES = ("", "Preparing data", "Training", "step 1/6", "step 2/6", "step 3/6", "step 4/6")
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
 
 
@@ -32,12 +34,14 @@ def seeds(kind: str, quick: bool) -> Iterable[int]:
 def trial(kind: str, seed: int, folder: Path) -> bool:
     chance, out = random.Random(f"{kind}:{seed}"), folder / "out"
     number = getattr(signal, SIGNALS[seed % len(SIGNALS)])
-    whole = seconds(kind)  # the reference is made before
+    undisturbed(kind)  # the reference is made before
     process = Forked(command(kind, out))
     deadline = time.monotonic() + 60
     while process.poll() is None and not any(folder.glob("out*/.lock")) and time.monotonic() < deadline:
         time.sleep(0.01)  # before, the interpreter itself may be interrupted
-    time.sleep(chance.uniform(0.5, 1) * whole * chance.random())
+    if phase := chance.choice(PHASES):
+        read_until(process, phase)
+    time.sleep(chance.uniform(0, 0.5))
     is_early = process.poll() is None and not any(complete_checkpoints(out))
     with suppress(ProcessLookupError):
         process.send_signal(number)
