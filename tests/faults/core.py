@@ -115,7 +115,7 @@ def summarize(trials: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[
         if trial["failure"]:
             row["failures"].append({"seed": trial["seed"], "message": trial["failure"]})
     rows = [row for row in rows if tuple(row[k] for k in keys) not in found] + list(found.values())
-    held = {(t["way"], t["subject"], t["seed"]): t for t in trials if not t["failure"]}
+    held = {(t["way"], t["subject"], t["seed"]): t for t in trials if t["count"] and not t["failure"]}
     for row in rows:
         for failure in row["failures"]:
             trial = held.get((row["way"], row["subject"], failure["seed"]))
