@@ -18,7 +18,7 @@ from toolkit.data.sft.readers import (
     describe_row,
     find_splits,
 )
-from toolkit.data.sft.schemas import known_columns, require_columns
+from toolkit.data.sft.schemas import known_columns, parse_row, require_columns
 from toolkit.errors import UserError
 from toolkit.io.safe_parse import MAX_ROW
 
@@ -434,3 +434,9 @@ def test_rows_of_tables_have_no_fields_of_other_rows(tmp_path):
     (file,) = find_splits(str(tmp_path / "a.parquet"), "--data.parquet_path", PARQUET_KINDS).train
     assert [row for _, row in file.rows()] == rows
     assert [row for _, row in HubRows(datasets.Dataset.from_list(rows), "a").rows()] == rows
+
+
+def test_a_row_without_the_column_of_its_kind_is_one_line():
+    for kind, row in (("labeled", {"text": "a"}), ("labeled", {"label": 1}), ("unlabeled", {"label": 1})):
+        with pytest.raises(UserError, match=r"row 1: has no column (text|label) \(.*_column\); it has (text|label)"):
+            parse_row(row, "row 1", kind=kind)

@@ -261,9 +261,7 @@ def _parse_rated(row: _Row) -> list[Record]:
 
 def _parse_unlabeled(row: _Row) -> list[Record]:
     """Parse a text, or messages, to label."""
-    column = next((name for name in ("text", *CONVERSATION) if name in row), None)
-    if column is None:
-        raise UserError(f"{row.where}: has no column text ({row.kind.option.format('text')}); {row.columns}")
+    column = next((name for name in ("text", *CONVERSATION) if name in row), "text")
     value = _require_value(row, column)
     if isinstance(value, list) or row.names[column] in CONVERSATION:
         if "text_pair" in row:
@@ -297,6 +295,8 @@ _KINDS: dict[ParseKind, _Kind] = {
 
 
 def _require_value(row: _Row, name: str) -> Any:
+    if name not in row:
+        raise UserError(f"{row.where}: has no column {name} ({row.kind.option.format(name)}); {row.columns}")
     if row[name] is None or not str(row[name]).strip():
         raise EmptyAnswerError(f"{row.where}: has an empty {row.names[name]}; fix or remove this row")
     return row[name]
