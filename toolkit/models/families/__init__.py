@@ -290,7 +290,8 @@ def _unsupported_message(config_json: Fields) -> str:
     layers = (config_json.get(name) for name in ("layer_types", "layers_block_type"))
     words = " ".join(map(str, [model_type, *(key for key, value in config_json.items() if value), *layers]))
     has = next((f": it has {part}" for part, pattern in _NOT_COMPUTED.items() if re.search(pattern, words)), "")
-    same = [name for name in names if re.split("[^a-z]", name)[0] == re.split("[^a-z]", str(model_type))[0]]
-    near = max(same, key=lambda name: (len(commonprefix([name, str(model_type)]).rstrip("_")), -len(name), name), default="")
+    kind = str(model_type)
+    same = [name for name in names if re.split("[^a-z]", name)[0] == re.split("[^a-z]", kind)[0]]
+    near = max(same, key=lambda name: (len(commonprefix([name, kind]).rstrip("_")), -len(name), name), default="")
     closest = f"the closest that is: {near!r}" if near else f"only {', '.join([*names, *MULTIMODAL])}"
     return f"{message}{has}; {closest}"
