@@ -46,7 +46,7 @@ def add_tokens(core: "tokenizers.Tokenizer", files: Mapping[str, bytes]) -> dict
     if (after := _added_tokens(core)) != before:
         changed["tokenizer.json"] = to_json(parse_object("tokenizer.json", files["tokenizer.json"]) | after)
     original = parse_object(CONFIG_FILE, files.get(CONFIG_FILE, b"{}"))
-    if named := {n: config[n] for n in _NAMED if original.get(n) and _content(original[n]) != _content(config[n])}:
+    if named := {n: config[n] for n in _NAMED if original.get(n) and content_of(original[n]) != content_of(config[n])}:
         changed[CONFIG_FILE] = to_json(original | named)
     return changed
 
@@ -76,7 +76,7 @@ def _read_tokens(core: "tokenizers.Tokenizer", files: Mapping[str, bytes]) -> tu
                 extra = [*extra, *(one | {"special": True} if isinstance(one, dict) else one for one in value)]
             elif isinstance(value, dict):
                 extra = value
-        special = {_content(value) for value in [*map(config.get, _NAMED), *(extra if isinstance(extra, list) else [])]}
+        special = {content_of(value) for value in [*map(config.get, _NAMED), *(extra if isinstance(extra, list) else [])]}
         for text, i in parse_object(TOKENS_FILE, files.get(TOKENS_FILE, b"{}")).items():
             tokens[i] = AddedToken(text, normalized=text not in special, special=text in special)
         tokens |= core.get_added_tokens_decoder()
@@ -84,23 +84,26 @@ def _read_tokens(core: "tokenizers.Tokenizer", files: Mapping[str, bytes]) -> tu
     named += [value for name, value in config.items() if _is_token(name, value) and name not in _NAMED]
     if isinstance(extra, dict):
         named, extra = [*named, *extra.values()], []
-    texts = {_content(value) for value in named if value}
+    texts = {content_of(value) for value in named if value}
     result = [tokens[i] for i in sorted(tokens)]
     listed = {one.content for one in (*result, *core.get_added_tokens_decoder().values())}
     for value in filter(None, [*named, *extra]):
-        if _content(value) not in listed:
-            listed.add(_content(value))
+        if content_of(value) not in listed:
+            listed.add(content_of(value))
             result.append(token(value))
     for one in result:
         one.special |= one.content in texts
     return config, result
 
 
-def text_ends(core: "tokenizers.Tokenizer", tokenizer_class: Any = None, bos_id: int | None = None) -> Ends:
-    """Return the token ids before and after a text: those of the post-processor, except for some classes."""
-    name = str(tokenizer_class).removesuffix("Fast")
-    if name in _CLASSES:
-        return [bos_id] if _CLASSES[name] and bos_id is not None else [], []
+def class_ends(tokenizer_class: Any, bos_id: int | None) -> Ends | None:
+    """Return the token ids before and after a text, if the class decides and not the post-processor."""
+    adds_bos = _CLASSES.get(str(tokenizer_class).removesuffix("Fast"))
+    return None if adds_bos is None else ([bos_id] if adds_bos and bos_id is not None else [], [])
+
+
+def text_ends(core: "tokenizers.Tokenizer") -> Ends:
+    """Return the token ids that the post-processor adds before and after a text."""
     ids, text = (core.encode("a", add_special_tokens=adds).ids for adds in (True, False))
     start = next(i for i in range(len(ids) + 1) if ids[i : i + len(text)] == text)
     return ids[:start], ids[start + len(text) :]
@@ -115,7 +118,7 @@ def export_files(core: "tokenizers.Tokenizer", files: Mapping[str, bytes], ends:
     config = {
         name: value
         for name, value in parse_object(CONFIG_FILE, files.get(CONFIG_FILE, b"{}")).items()
-        if name not in _EXTRA and not (_is_token(name, value) and core.token_to_id(_content(value)) is None)
+        if name not in _EXTRA and not (_is_token(name, value) and core.token_to_id(content_of(value)) is None)
     }
     # makes transformers ignore special_tokens_map.json and added_tokens.json
     config["added_tokens_decoder"] = {one.pop("id"): one for one in added}
@@ -126,7 +129,7 @@ def export_files(core: "tokenizers.Tokenizer", files: Mapping[str, bytes], ends:
         steps = [step for step in steps if step and step["type"] not in _TEMPLATES]
         raw["post_processor"] = {"type": "Sequence", "processors": [*steps, _template(core, *ends)]}
         changed["tokenizer.json"] = to_json(raw)
-        if str(config.get("tokenizer_class")).removesuffix("Fast") in _CLASSES:
+        if class_ends(config.get("tokenizer_class"), None):
             config["tokenizer_class"] = "PreTrainedTokenizerFast"
         config |= {"add_bos_token": bool(ends[0]), "add_eos_token": bool(ends[1])}
     return changed | {CONFIG_FILE: to_json(config)}
@@ -152,7 +155,7 @@ def _is_token(name: str, value: Any) -> bool:
     return name.endswith("_token") and isinstance(value, str | dict)
 
 
-def _content(value: Any) -> Any:
+def content_of(value: Any) -> Any:
     return value.get("content") if isinstance(value, dict) else value
 
 

@@ -11,16 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.data.hf_tokenizer import (
-    CONFIG_FILE,
-    MAP_FILE,
-    Ends,
-    add_tokens,
-    export_files,
-    parse_object,
-    text_ends,
-    to_json,
-)
+from toolkit.data import hf_tokenizer
+from toolkit.data.hf_tokenizer import CONFIG_FILE, MAP_FILE, Ends, parse_object, to_json
 from toolkit.data.tokenizer_limits import PARALLEL, require_bounded, translate_panic
 from toolkit.errors import UserError, one_line
 from toolkit.io.paths import require_inside
@@ -80,8 +72,10 @@ class Tokenizer:
         for part in ("normalizer", "decoder"):
             require_bounded(part, getattr(self._tokenizer, part))
         if is_foreign:
-            self._files = files | add_tokens(self._tokenizer, files)
+            self._files = files | hf_tokenizer.add_tokens(self._tokenizer, files)
             self._settings |= {file: parse_object(file, self._files[file]) for file in self._settings}
+        with translate_panic(name):
+            self._file_ends = hf_tokenizer.text_ends(self._tokenizer)
         # Disable the file's truncation and padding settings.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -175,7 +169,7 @@ class Tokenizer:
         ids = {"bos_token": self.bos_id, "eos_token": self.eos_id}
         texts = {name: self._tokenizer.id_to_token(id_) for name, id_ in ids.items() if id_ is not None}
         tokens = {name: text for name, text in texts.items() if text is not None}
-        return tokens | self._named_tokens("special_tokens_map.json") | self._named_tokens("tokenizer_config.json")
+        return tokens | self._named_tokens(MAP_FILE) | self._named_tokens(CONFIG_FILE)
 
     @property
     def pad_id(self) -> int | None:
@@ -184,8 +178,8 @@ class Tokenizer:
 
     def with_pad(self, pad_id: int) -> Tokenizer:
         """Return a copy whose tokenizer_config.json names the token that pads texts."""
-        settings = self.settings("tokenizer_config.json") | {"pad_token": self._tokenizer.id_to_token(pad_id)}
-        return self.with_files({"tokenizer_config.json": json.dumps(settings, indent=2).encode()})
+        settings = self.settings(CONFIG_FILE) | {"pad_token": self._tokenizer.id_to_token(pad_id)}
+        return self.with_files({CONFIG_FILE: to_json(settings)})
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], Spans]:
         """Tokenize ``text`` without bos. Return token ids and each token's character span [start, end).
@@ -282,7 +276,7 @@ class Tokenizer:
             read = Tokenizer(files, self.name, is_foreign=True)
             ends = None if read._ends == self._ends else self._ends
             if ends is not None or read.fingerprint != self.fingerprint:
-                files |= export_files(self._tokenizer, files, ends)
+                files |= hf_tokenizer.export_files(self._tokenizer, files, ends)
         for name, content in files.items():
             file = Path(folder) / name
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -300,35 +294,28 @@ class Tokenizer:
 
     def _named_tokens(self, file: str) -> dict[str, str]:
         """Return the special tokens of a settings file by name."""
-        named = {name: value for name, value in self._settings.get(file, {}).items() if name.endswith("_token")}
-        texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in named.items()}
-        return {name: text for name, text in texts.items() if isinstance(text, str)}
+        texts = {name: hf_tokenizer.content_of(value) for name, value in self.settings(file).items()}
+        return {name: text for name, text in texts.items() if name.endswith("_token") and isinstance(text, str)}
 
     def _find_special_id(self, which: str) -> int | None:
-        for file in ("tokenizer_config.json", "special_tokens_map.json"):
+        for file in (CONFIG_FILE, MAP_FILE):
             token_id = self._tokenizer.token_to_id(self._named_tokens(file).get(f"{which}_token", ""))
             if token_id is not None:
                 return token_id
-        token_id = self._settings.get("generation_config.json", {}).get(f"{which}_token_id")
+        token_id = self.settings("generation_config.json").get(f"{which}_token_id")
         token_id = token_id[0] if isinstance(token_id, list) and token_id else token_id
         if isinstance(token_id, int) and 0 <= token_id < self.vocab_size:
             return token_id
         if which == "eos" and not any(self._settings.values()):
             return next((i for t in _COMMON_EOS if (i := self._tokenizer.token_to_id(t)) is not None), None)
-        if which == "bos":  # the file's post-processor may add one that no setting names
-            with translate_panic(self.name):
-                before, _ = text_ends(self._tokenizer)
-            return before[0] if len(before) == 1 else None
-        return None
+        before = self._file_ends[0]  # the file's post-processor may add one that no setting names
+        return before[0] if which == "bos" and len(before) == 1 else None
 
     def _read_ends(self, is_foreign: bool) -> tuple[Ends, Ends]:
         """Return what begins and ends a text, and the default for toolkit's files: bos by setting, never eos."""
-        settings = self._settings.get(CONFIG_FILE, {})
-        with translate_panic(self.name):
-            before, _ = text_ends(self._tokenizer)
-            ends = text_ends(self._tokenizer, settings.get("tokenizer_class"), self.bos_id)
+        settings = self.settings(CONFIG_FILE)
         adds = {name: settings.get(f"add_{name}_token") for name in ("bos", "eos")}
-        adds_bos = adds["bos"] if isinstance(adds["bos"], bool) else before[:1] == [self.bos_id]
+        adds_bos = adds["bos"] if isinstance(adds["bos"], bool) else self._file_ends[0][:1] == [self.bos_id]
         default: Ends = [self.bos_id] if adds_bos and self.bos_id is not None else [], []
         if not is_foreign:
             stored = parse_object(ENDS_FILE, self._files.get(ENDS_FILE, b"{}"))
@@ -336,6 +323,7 @@ class Tokenizer:
                 if not (isinstance(ids, list) and all(type(i) is int and 0 <= i < self.vocab_size for i in ids)):
                     raise ValueError(f"{ENDS_FILE}: {name} {ids!r:.40} must be a list of token ids")
             return (stored.get("before", default[0]), stored.get("after", default[1])), default
+        ends = hf_tokenizer.class_ends(settings.get("tokenizer_class"), self.bos_id) or self._file_ends
         for (name, setting), ids, id_ in zip(adds.items(), ends, (self.bos_id, self.eos_id), strict=True):
             if isinstance(setting, bool) and setting != (id_ in ids):
                 added, article = ("none", "no") if setting else ("one", "a")
@@ -396,13 +384,13 @@ def _with_settings(core: Any, **special_tokens: str) -> Tokenizer:
     special_tokens = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, **special_tokens}
     eos_id = core.token_to_id(END_OF_TEXT)
     settings = {
-        "tokenizer_config.json": {
+        CONFIG_FILE: {
             "tokenizer_class": "PreTrainedTokenizerFast",
             **special_tokens,
             "clean_up_tokenization_spaces": False,
         },
-        "special_tokens_map.json": special_tokens,
+        MAP_FILE: special_tokens,
         "generation_config.json": {"bos_token_id": eos_id, "eos_token_id": eos_id},
     }
-    files = {name: (json.dumps(content, indent=2) + "\n").encode() for name, content in settings.items()}
+    files = {name: to_json(content) for name, content in settings.items()}
     return Tokenizer({"tokenizer.json": core.to_str(pretty=True).encode(), **files}, name="the trained tokenizer")
