@@ -34,7 +34,7 @@ from toolkit.io.safe_parse import read_yaml, write_yaml
 from toolkit.metrics.functions import reward
 from toolkit.models.gpt import GPT
 from toolkit.objectives.scoring import macro_f1, spearman
-from toolkit.training.callbacks.console import _texts_of
+from toolkit.training.callbacks.console import texts_of
 from toolkit.ui.loggers import read_metrics
 
 WORDS = {"good": ["fine", "great", "fun"], "bad": ["dull", "poor", "work"], "mixed": ["fine", "dull", "odd"]}
@@ -305,13 +305,11 @@ def test_the_score_is_read_before_padding():
     assert marked == Encoding([5, 6, 7, 2, 0], [False, False, True, False, True])
 
 
-def test_the_next_step_of_a_run_names_its_file_and_columns(tmp_path):
+def test_the_next_step_of_a_run_names_its_file(tmp_path):
     (tmp_path / "my tickets.csv").write_text("body,kind\n")
     path = f"{tmp_path}/my tickets.csv"
-    assert _texts_of(Classification(path=path)) == f"'{path}'"
-    words = f"'{path}' --text_column body --text_pair_column note"
-    assert _texts_of(Classification(path=path, text_column="body", text_pair_column="note")) == words
-    assert _texts_of(Classification(path=str(tmp_path))) == _texts_of(Preference(json_path=path)) == "FILE"
+    assert texts_of(Classification(path=path)) == f"'{path}'"
+    assert texts_of(Classification(path=str(tmp_path))) == texts_of(Preference(json_path=path)) == "FILE"
 
 
 def test_a_head_and_another_objective_are_one_line(base, capsys):

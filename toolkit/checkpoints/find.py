@@ -48,7 +48,7 @@ def with_run_columns(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
     """
     columns: dict[str, str] = {}
     with suppress(KeyError, TypeError, AttributeError):  # a file that toolkit did not write
-        data = _read_settings(folder, HYPERPARAMETERS)["data"]
+        data = read_settings(folder, HYPERPARAMETERS)["data"]
         if data["class_path"] == "Classification":
             values = {name: data["init_args"].get(name) for name, value in options.items() if value is None}
             columns = {name: str(value) for name, value in values.items() if value}
@@ -59,10 +59,10 @@ def with_run_columns(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
 
 def head_of(folder: Path) -> str | None:
     """Return the name of a checkpoint's head; None for a language model."""
-    return _read_settings(folder, CONFIG).get("head")
+    return read_settings(folder, CONFIG).get("head")
 
 
-def _read_settings(folder: Path, file: str) -> dict[str, Any]:
+def read_settings(folder: Path, file: str) -> dict[str, Any]:
     """Return the content of a YAML file; {} if it is damaged, which is an error when the checkpoint is loaded."""
     with suppress(OSError, ValueError):
         if isinstance(values := read_yaml(folder / file), dict):

@@ -76,7 +76,9 @@ def _read_tokens(core: "tokenizers.Tokenizer", files: Mapping[str, bytes]) -> tu
                 extra = [*extra, *(one | {"special": True} if isinstance(one, dict) else one for one in value)]
             elif isinstance(value, dict):
                 extra = value
-        special = {content_of(value) for value in [*map(config.get, _NAMED), *(extra if isinstance(extra, list) else [])]}
+        special = {
+            content_of(value) for value in [*map(config.get, _NAMED), *(extra if isinstance(extra, list) else [])]
+        }
         for text, i in parse_object(TOKENS_FILE, files.get(TOKENS_FILE, b"{}")).items():
             tokens[i] = AddedToken(text, normalized=text not in special, special=text in special)
         tokens |= core.get_added_tokens_decoder()

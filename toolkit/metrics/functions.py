@@ -112,17 +112,14 @@ def regex(answers: Sequence[str], references: References, rows: Rows, pattern: s
     return {"regex": list(map(is_equal, answers, references))}
 
 
-def json_valid(answers: Sequence[str], references: References, rows: Rows) -> Scores:
+@_by_row
+def json_valid(answer: str, reference: object) -> bool:
     """Whether the answer is one JSON value as RFC 8259 has it, with at most about 900 levels."""
-
-    def is_valid(answer: str) -> bool:
-        try:
-            json.loads(answer, parse_constant=int, parse_int=str)  # int refuses NaN, and 4,300 digits
-        except (ValueError, RecursionError):
-            return False
-        return True
-
-    return {"json_valid": list(map(is_valid, answers))}
+    try:
+        json.loads(answer, parse_constant=int, parse_int=str)  # int refuses NaN, and 4,300 digits
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 @_by_row
@@ -180,8 +177,9 @@ def reward(answers: Sequence[str], references: References, prompts: Rows, folder
     return {"reward": [predictions[0] for part in parts for predictions in scorer.predict(part)]}
 
 
+json_valid.needs_references = False  # type: ignore[attr-defined]
 reward.needs_prompts = reward.higher_is_better = True  # type: ignore[attr-defined]
-regex.higher_is_better = json_valid.higher_is_better = check.higher_is_better = True  # type: ignore[attr-defined]
+regex.higher_is_better = check.higher_is_better = True  # type: ignore[attr-defined]
 
 
 @lru_cache(1)

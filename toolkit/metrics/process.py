@@ -115,7 +115,7 @@ def check_metrics(evaluation: MetricArgs) -> None:
             if head_of(folder) is None:
                 raise UserError(f"{flag}: has no head; train one with toolkit finetune_full --head reward")
     path = evaluation.metric_data
-    require_option(path is None or Path(path).expanduser().is_file(), "eval.metric_data", path, "no such file")
+    require_option(path is None or Path(path).is_file(), "eval.metric_data", path, "no such file")
 
 
 def summarize(values: dict[str, float | list[float]]) -> dict[str, float]:

@@ -133,15 +133,6 @@ def unprepared_rows(args: RunArgs, seq_length: int | None) -> UnpreparedRows:
     )
 
 
-def describe_rows(args: RunArgs, rows: Rows) -> str:
-    """Describe the training data and its size, as far as it is known."""
-    name = type(args.data).__name__
-    if isinstance(rows, PreparedData):
-        return f"{name}: {rows.summary}"
-    size = "" if rows.epoch_rows is None else f"about {rows.epoch_rows:,} training rows, "
-    return f"{name}: {size}{'streamed' if rows.is_streamed else 'not prepared yet'}"
-
-
 def describe_stand_in(config: ResolvedConfig, rows: Rows) -> str | None:
     """Describe what a model from scratch would need if the default text is far too short for it; otherwise None.
 

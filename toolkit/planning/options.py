@@ -3,10 +3,9 @@
 import glob
 import importlib.util
 import math
-from contextlib import suppress
 from pathlib import Path
 
-from toolkit.checkpoints.find import CONFIG
+from toolkit.checkpoints.find import CONFIG, read_settings
 from toolkit.checkpoints.remote.run import check_out_dir
 from toolkit.checkpoints.run.resume import resolve_resume
 from toolkit.config import AUTO, ProfilerArgs
@@ -22,7 +21,6 @@ from toolkit.distributed.world import detect_world
 from toolkit.errors import UserError, did_you_mean, require_bitsandbytes, require_option, require_package
 from toolkit.extension import add_cwd_to_path, registered
 from toolkit.io.paths import is_url
-from toolkit.io.safe_parse import read_yaml
 from toolkit.io.storage import Storage
 from toolkit.metrics import parse_metrics
 from toolkit.metrics.best import check_best_by
@@ -95,15 +93,9 @@ def check_start(args: RunArgs, *, writes: bool = True, has_callbacks: bool = Fal
         Storage(args.resume, "--resume")  # checks that the file system's package is installed
     elif writes and not is_url(args.out_dir):
         resolve_resume(args.resume, Path(args.out_dir))
-    check_first_rows(data, args.objective.row_kind, _model_labels(args.base_dir))
-
-
-def _model_labels(folder: Path | None) -> LabelSet | None:
-    """Return the labels of a checkpoint's head, without torch; None if it has none."""
-    with suppress(OSError, ValueError, TypeError, KeyError):  # no checkpoint, or an error that is reported later
-        values = read_yaml(folder / CONFIG)  # type: ignore[operator]
-        return LabelSet(values["labels"], values["problem_type"]) if values["problem_type"] else None
-    return None
+    model = {} if args.base_dir is None else read_settings(args.base_dir, CONFIG)
+    problem, labels = model.get("problem_type"), model.get("labels")
+    check_first_rows(data, args.objective.row_kind, LabelSet(labels, problem) if problem and labels else None)
 
 
 def unknown_rows_error(epochs: float) -> UserError:

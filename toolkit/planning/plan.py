@@ -28,7 +28,6 @@ from toolkit.planning.data import (
     Rows,
     UnpreparedRows,
     complete,
-    describe_rows,
     describe_stand_in,
     find_data,
     unprepared_rows,
@@ -86,7 +85,12 @@ class RunPlan:
 
     @property
     def data(self) -> str:
-        return describe_rows(self.args, self.rows)
+        """The training data and its size, as far as it is known."""
+        name, rows = type(self.args.data).__name__, self.rows
+        if not isinstance(rows, UnpreparedRows):
+            return f"{name}: {rows.summary}"
+        size = "" if rows.epoch_rows is None else f"about {rows.epoch_rows:,} training rows, "
+        return f"{name}: {size}{'streamed' if rows.is_streamed else 'not prepared yet'}"
 
     @property
     def stand_in(self) -> str | None:
@@ -120,15 +124,21 @@ class RunPlan:
         return self.config.batch.global_batch_size * self.seq_length
 
 
-def plan_run(args: RunArgs, devices: DeviceSpec, rows: Rows | None = None) -> RunPlan:
-    """Resolve a run and estimate its memory, without starting it. ``rows``: the data; None if it is not prepared."""
+def plan_run(args: RunArgs, devices: DeviceSpec, rows: Rows | None = None, refusal: str = "") -> RunPlan:
+    """Resolve a run and estimate its memory, without starting it.
+
+    Args:
+        args, devices: The run.
+        rows: The data; None if it is not prepared.
+        refusal: Why the run would refuse its data.
+    """
     args = _with_any_limit(args)
-    config, refusal = resolve_auto(args, devices), ""
+    config = resolve_auto(args, devices)
     rows = unprepared_rows(args, config.max_seq_length) if rows is None else rows
     try:
         config = complete(config, rows)
     except UserError as error:
-        refusal = str(error)
+        refusal = refusal or str(error)
     return replace(plan_resolved(args, config, rows), refusal=refusal)
 
 
@@ -139,8 +149,7 @@ def plan_with_data(args: RunArgs, devices: DeviceSpec) -> RunPlan:
         rows = find_data(args, resolve_model(_with_any_limit(args), devices)[2])
     except UserError as error:
         refusal = str(error)
-    plan = plan_run(args, devices, rows)
-    return replace(plan, refusal=refusal or plan.refusal)
+    return plan_run(args, devices, rows, refusal)
 
 
 def _with_any_limit(args: RunArgs) -> RunArgs:

@@ -67,12 +67,12 @@ def render_json(runs: Sequence[RunFacts]) -> str:
 
 def estimate(values: Sequence[float], baseline: Sequence[float] | None = None) -> dict[str, float | None]:
     """Return mean and difference from the mean of ``baseline``, with standard errors; None with one value."""
-    errors = [_stderr(group) for group in (values, baseline or ())]
+    errors: list[Any] = [stdev(v) / math.sqrt(len(v)) if len(v) > 1 else None for v in (values, baseline or ())]
     return {
         "mean": mean(values),
         "stderr": errors[0],
         "difference": None if baseline is None else mean(values) - mean(baseline),
-        "difference_stderr": None if None in errors else math.hypot(*(e for e in errors if e is not None)),
+        "difference_stderr": None if None in errors else math.hypot(*errors),
     }
 
 
@@ -86,10 +86,6 @@ def last(run: RunFacts, column: str) -> float:
     """Return the last finite value of a column; NaN without one."""
     values = finite(run, column)
     return float(values[-1]) if len(values) else math.nan
-
-
-def _stderr(values: Sequence[float]) -> float | None:
-    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
 def _values_at(run: RunFacts, axis: str, end: float) -> dict[str, float]:

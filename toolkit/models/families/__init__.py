@@ -281,16 +281,15 @@ def _unsupported_message(config_json: Fields) -> str:
     """Return the error message for an unsupported ``config.json``."""
     model_type, text, names = config_json.get("model_type"), config_json.get("text_config"), families()
     message = f"config.json: model_type {model_type!r} is not supported"
-    if isinstance(text, dict) and (inner := str(text.get("model_type"))) in names:
-        return f"{message}: it is multimodal; save its text model (model_type {inner!r}) separately"
     if isinstance(text, dict):
+        if (inner := str(text.get("model_type"))) in names:
+            return f"{message}: it is multimodal; save its text model (model_type {inner!r}) separately"
         return f"{message}: it is multimodal, and its text model's {_unsupported_message(text).partition(': ')[2]}"
     if "vision_config" in config_json:
         return f"{message}: it is multimodal; use a text-only model"
-    layers = (config_json.get(name) for name in ("layer_types", "layers_block_type"))
-    words = " ".join(map(str, [model_type, *(key for key, value in config_json.items() if value), *layers]))
+    kind, layers = str(model_type), (config_json.get(name) for name in ("layer_types", "layers_block_type"))
+    words = " ".join(map(str, [kind, *(key for key, value in config_json.items() if value), *layers]))
     has = next((f": it has {part}" for part, pattern in _NOT_COMPUTED.items() if re.search(pattern, words)), "")
-    kind = str(model_type)
     same = [name for name in names if re.split("[^a-z]", name)[0] == re.split("[^a-z]", kind)[0]]
     near = max(same, key=lambda name: (len(commonprefix([name, kind]).rstrip("_")), -len(name), name), default="")
     closest = f"the closest that is: {near!r}" if near else f"only {', '.join([*names, *MULTIMODAL])}"

@@ -8,7 +8,7 @@ from toolkit.data.chat.template import tokenizer_template
 from toolkit.data.sft.datasets import InstructionData
 from toolkit.distributed.device import precision_hint
 from toolkit.errors import StoppedByFileError, one_line
-from toolkit.escape import shell_line, shell_word
+from toolkit.escape import shell_word
 from toolkit.metrics.best import VAL
 from toolkit.models.families import export_error
 from toolkit.planning.data import describe_stand_in
@@ -77,17 +77,14 @@ def next_commands(trainer: Run) -> list[str]:
     commands = {
         f"toolkit chat {final}": is_chat and not is_scored,
         f'toolkit generate {final} --prompt "..."': data.tokenizer is not None and not is_chat and not is_scored,
-        f"toolkit classify {final} --texts {_texts_of(trainer.args.data)}": is_scored,
+        f"toolkit classify {final} --texts {texts_of(trainer.args.data)}": is_scored,
         f"toolkit evaluate {final}{trust}": data.val is not None and is_evaluated,
         f"toolkit convert_to_hf {final} {hf}{merge}": export_error(state.model.config) is None,
     }
     return [command for command, is_possible in commands.items() if is_possible]
 
 
-def _texts_of(data: DataModule) -> str:
-    """Return the words of `toolkit classify` that name the file of a run and its columns; FILE for other data."""
-    path = getattr(data, "path", None)
-    if not isinstance(data, Classification) or path is None or not Path(path).is_file():
-        return "FILE"
-    columns = {f"--{name}": getattr(data, name) for name in ("text_column", "text_pair_column")}
-    return shell_line([path, *(word for name, column in columns.items() if column for word in (name, column))])
+def texts_of(data: DataModule) -> str:
+    """Return the file of a run for `toolkit classify`, which knows its columns; FILE for other data."""
+    path = data.path if isinstance(data, Classification) else None
+    return shell_word(path) if path is not None and Path(path).is_file() else "FILE"
