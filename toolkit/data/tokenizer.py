@@ -74,14 +74,14 @@ class Tokenizer:
         if is_foreign:
             self._files = files | hf_tokenizer.add_tokens(self._tokenizer, files)
             self._settings |= {file: parse_object(file, self._files[file]) for file in self._settings}
-        with translate_panic(name):
-            self._file_ends = hf_tokenizer.text_ends(self._tokenizer)
         # Disable the file's truncation and padding settings.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.vocab_size: int = max(self.vocabulary.values(), default=-1) + 1
         if self.vocab_size == 0:
             raise ValueError("tokenizer.json has an empty vocabulary")
+        with translate_panic(name):
+            self._file_ends = hf_tokenizer.text_ends(self._tokenizer)
         self.bos_id: int | None = self._find_special_id("bos")
         self.eos_id: int | None = self._find_special_id("eos")
         self.notes: list[str] = []

@@ -20,6 +20,7 @@ from pathlib import Path
 from toolkit.data.cache import choose_cache_dir
 from toolkit.distributed.memory import memory_limit
 from toolkit.errors import one_line
+from toolkit.io.processes import count_cores
 from toolkit.ui.events import package_versions
 
 Sections = dict[str, dict[str, str]]  # title -> name -> text
@@ -127,8 +128,7 @@ def nvidia_smi(*arguments: str) -> str | None:
 
 def _machine() -> dict[str, str]:
     facts = {"host": socket.gethostname(), "system": f"{platform.platform()}, {platform.machine()}"}
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    facts["cpu"] = f"{os.cpu_count()} cores, {usable} of them usable"
+    facts["cpu"] = f"{os.cpu_count()} cores, {count_cores()} of them usable"
     with suppress(OSError, LookupError):
         model = re.findall(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)[0]
         facts["cpu"] = f"{model}, {facts['cpu']}"

@@ -139,11 +139,6 @@ def deterministic_algorithms(enabled: bool) -> Iterator[None]:
         cudnn.benchmark = benchmark
 
 
-def count_cores() -> int:
-    """Return the number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def count_devices(accelerator: str) -> int | None:
     """Return the number of devices on this machine; None for the CPU, which any number of processes can share."""
     return {"cuda": torch.cuda.device_count(), "mps": 1}.get(accelerator)

@@ -1,9 +1,15 @@
-"""Processes that answer requests, one line of JSON each."""
+"""Processes that answer requests, one line of JSON each, and the cores for them."""
 
 import json
+import os
 import subprocess
 import sys
 from typing import IO, cast
+
+
+def count_cores() -> int:
+    """Return the number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def start_server(module: str, stderr: int) -> subprocess.Popen[bytes]:

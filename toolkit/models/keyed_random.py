@@ -25,8 +25,7 @@ def token_bits(seed: int, stream: int, keys: Tensor, positions: Tensor) -> Tenso
 
 def derive(bits: Tensor, index: Tensor | int) -> Tensor:
     """Return other random bits for each index."""
-    step = (index + 1) * _GOLDEN
-    return _mix(bits + (step if isinstance(step, Tensor) else (step + 2**63) % 2**64 - 2**63))
+    return _mix(bits + (torch.as_tensor(index) + 1) * _GOLDEN)
 
 
 def uniform(bits: Tensor, n: int) -> Tensor:

@@ -48,7 +48,12 @@ def parts(runs: Sequence[RunFacts]) -> Iterator[tuple[str, Any]]:
     if any(run.samples for run in runs):
         yield "heading", "Samples over time"
         yield from (("samples", _samples(run, "" if is_one else f"{run.name}, ")) for run in runs)
-    if rows := [cells for run in runs for cells in _checkpoint_rows(run)]:
+    rows = [
+        [run.name, c.name, f"{c.step:,}" if c.step >= 0 else "", f"{c.size / 1e6:,.1f} MB" if c.size else "", c.check]
+        for run in runs
+        for c in run.checkpoints
+    ]
+    if rows:
         head = ["run", "checkpoint", "step", "size", "check"]
         yield "heading", "Checkpoints"
         yield "table", (head[is_one:], [row[is_one:] for row in rows])
@@ -173,13 +178,6 @@ def _environment(run: RunFacts) -> dict[str, str]:
     packages = run.launch.get("environment")
     values |= packages if isinstance(packages, dict) else {}
     return {str(name): _show(value) for name, value in values.items() if value is not None}
-
-
-def _checkpoint_rows(run: RunFacts) -> Rows:
-    return [
-        [run.name, c.name, f"{c.step:,}" if c.step >= 0 else "", f"{c.size / 1e6:,.1f} MB" if c.size else "", c.check]
-        for c in run.checkpoints
-    ]
 
 
 def _samples(run: RunFacts, prefix: str) -> list[tuple[str, str, str]]:

@@ -15,7 +15,6 @@ from toolkit.checkpoints.run.resume import resolve_resume
 from toolkit.checkpoints.store import FINAL, newest
 from toolkit.data.base import PreparedData
 from toolkit.distributed.device import (
-    count_cores,
     count_devices,
     deterministic_algorithms,
     fp32_reductions,
@@ -27,6 +26,7 @@ from toolkit.distributed.launchers import is_launched
 from toolkit.distributed.world import WorldInfo, detect_world
 from toolkit.errors import count_of, notice
 from toolkit.io.paths import is_url
+from toolkit.io.processes import count_cores
 from toolkit.metrics.best import BestMetric
 from toolkit.models.block import Block
 from toolkit.planning.data import complete, prepare_data

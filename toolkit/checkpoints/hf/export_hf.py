@@ -21,7 +21,7 @@ from toolkit.checkpoints.scratch import trim_after
 from toolkit.checkpoints.store import require_new_folder, write_folder
 from toolkit.checkpoints.weights import Tensors
 from toolkit.data.chat.template import GENERATION_FILE, eos_tokens
-from toolkit.data.tokenizer import ENDS_FILE, FILE_PATTERNS, Tokenizer
+from toolkit.data.tokenizer import FILE_PATTERNS, Tokenizer
 from toolkit.errors import GuardError, UserError, one_line, require_package
 from toolkit.io.safe_parse import read_json_object
 from toolkit.models.config import Fields, ModelConfig, ModelOverrides
@@ -67,8 +67,9 @@ def export_hf(
 
     def write(folder: Path) -> None:
         warn_nonfinite(_write_weights(folder, weights, config, dtype), out_dir)
-        copy_files(checkpoint_dir, folder, FILE_PATTERNS, exclude=[checkpoint_dir / ENDS_FILE])
-        if tokenizer is not None:
+        if tokenizer is None:
+            copy_files(checkpoint_dir, folder, FILE_PATTERNS)
+        else:
             pad = None if config.head is None else _pad_id(config, tokenizer)  # transformers pads batches of texts
             (tokenizer if pad is None else tokenizer.with_pad(pad)).save(folder, for_transformers=True)
         ids = _token_ids(checkpoint_dir, base, config, tokenizer)

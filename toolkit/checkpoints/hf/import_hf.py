@@ -60,6 +60,8 @@ def import_hf(
     config, notes = read_hf_config(hf_dir, name=out_dir.resolve().name), _notes_of_config(hf_dir)
     notes += require_intact(hf_dir, f"hf_dir {hf_dir}") if verify else []
     tokenizer, notes_of_tokenizer = _read_tokenizer(hf_dir, config)
+    if config.head is not None and tokenizer is not None:
+        tokenizer = _with_pad_token(tokenizer, read_json_object(hf_dir / CONFIG).get("pad_token_id"), notes)
     try:
         stored, notes_of_unused = _drop_unused(_add_prefix(find_weights(hf_dir), config), config)
         config, notes_of_head = resolve_tied_head(stored, config)
@@ -75,8 +77,6 @@ def import_hf(
                 write_yaml(folder / ORIGIN_FILE, {"hf_dir": str(hf_dir.resolve())})
             if tokenizer is not None:  # it may be changed
                 tokenizer.save(folder)
-            if config.head is not None:
-                notes.extend(_name_pad_token(folder))
 
         write_model_folder(out_dir, write)
     finally:
@@ -84,19 +84,18 @@ def import_hf(
     return notes + notes_of_tokenizer + notes_of_unused + notes_of_head + notes_of_type
 
 
-def _name_pad_token(folder: Path) -> list[str]:
+def _with_pad_token(tokenizer: Tokenizer, pad: Any, notes: list[str]) -> Tokenizer:
     """Let the tokenizer name the token before whose repetitions at the end transformers reads a score.
 
     This is pad_token_id of config.json, whatever the tokenizer pads with.
     """
-    pad = read_json_object(folder / CONFIG).get("pad_token_id")
-    if not (folder / "tokenizer.json").is_file() or pad == (tokenizer := Tokenizer.load(folder)).pad_id or pad is None:
-        return []
+    if pad in (None, tokenizer.pad_id):
+        return tokenizer
     if pad in tokenizer.added_tokens.values():
-        tokenizer.with_pad(pad).save(folder)
-        return []
+        return tokenizer.with_pad(pad)
     where = f"config.json has pad_token_id {pad}, which is no special token of the tokenizer"
-    return [f"warning: {where}: scores of texts that end with it differ from those of transformers"]
+    notes.append(f"warning: {where}: scores of texts that end with it differ from those of transformers")
+    return tokenizer
 
 
 def is_import_of(folder: Path, hf_dir: Path) -> bool:

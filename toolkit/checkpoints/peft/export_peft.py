@@ -32,7 +32,7 @@ from toolkit.checkpoints.peft.layers import (
 )
 from toolkit.checkpoints.store import WEIGHTS, require_new_folder, write_folder
 from toolkit.checkpoints.weights import Tensors
-from toolkit.data.tokenizer import ENDS_FILE, FILE_PATTERNS, Tokenizer
+from toolkit.data.tokenizer import FILE_PATTERNS, Tokenizer
 from toolkit.errors import UserError
 from toolkit.io.safe_parse import read_json_object
 from toolkit.models.families import MULTIMODAL
@@ -115,9 +115,10 @@ def export_peft(
     def write(folder: Path) -> None:
         warn_nonfinite(write_safetensors(folder / TENSORS, tensors, iter(tensors.items())), out_dir)
         write_config(folder / SETTINGS, settings)
-        copy_files(checkpoint_dir, folder, FILE_PATTERNS, exclude=[checkpoint_dir / ENDS_FILE])
         if (checkpoint_dir / "tokenizer.json").is_file():
             Tokenizer.load(checkpoint_dir, flag="checkpoint_dir").save(folder, for_transformers=True)
+        else:
+            copy_files(checkpoint_dir, folder, FILE_PATTERNS)
         card = folder / "README.md"
         write_model_card(card, read_model_config(checkpoint_dir), checkpoint_dir, has_tokenizer=False, is_adapter=True)
         write_sums(folder)

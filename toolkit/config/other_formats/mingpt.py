@@ -8,24 +8,14 @@ from toolkit.config.other_formats.rules import (
     FRACTION,
     NOT_NEGATIVE,
     POSITIVE,
-    ForeignConfig,
     Options,
     Rule,
     text,
 )
 
-
-def _block_size(file: ForeignConfig, size: int) -> Options:
-    return {"model_config.block_size": size, "train.max_seq_length": size}
-
-
-def _snapshot_path(file: ForeignConfig, path: str) -> Options:
-    return {"resume": "auto", "out_dir": path.removesuffix(".pt")}
-
-
 DATA = {
     "path": Rule(text, "data.path"),
-    "block_size": Rule(COUNT, "model_config.block_size train.max_seq_length", _block_size),
+    "block_size": Rule(COUNT, "model_config.block_size train.max_seq_length"),
     "train_split": Rule(FRACTION, "data.train_split", note="the end of the text is held out"),
     "truncate": Rule(FRACTION, "data.truncate"),
 }
@@ -44,7 +34,12 @@ TRAINER = {
     "batch_size": BATCH_SIZE,
     "data_loader_workers": Rule(COUNT_OR_ZERO, "data.num_workers"),
     "grad_norm_clip": CLIP_NORM,
-    "snapshot_path": Rule(text, "resume out_dir", _snapshot_path, note="checkpoints are folders in --out_dir"),
+    "snapshot_path": Rule(
+        text,
+        "resume out_dir",
+        lambda file, path: {"resume": "auto", "out_dir": path.removesuffix(".pt")},
+        note="checkpoints are folders in --out_dir",
+    ),
     "save_every": Rule(
         COUNT,
         "train.save_interval",

@@ -22,8 +22,8 @@ class Rule(NamedTuple):
         read: Option values by key value, or a function that checks and converts a key's value. Its ValueError states
             what the value must be.
         options: The options that the key sets, separated by spaces. If flags set all of them, the key is ignored.
-        convert: Returns the options, or why the key sets none; raises ValueError with the fix. Default: the one option
-            has the value.
+        convert: Returns the options, or why the key sets none; raises ValueError with the fix. Default: the options
+            have the value.
         no_effect: Why the key sets no option, or a function that returns it, or "" if the key sets some.
         note: Text to add to the line that reports the key.
         fixes: Unsupported values, each with the fix.
@@ -45,7 +45,7 @@ class Rule(NamedTuple):
         value = self.read(value) if callable(self.read) else self._look_up(self.read, value)
         if reason := self.no_effect(file) if callable(self.no_effect) else self.no_effect:
             return reason
-        return self.convert(file, value) if self.convert else {self.options: value}
+        return self.convert(file, value) if self.convert else dict.fromkeys(self.options.split(), value)
 
     def _look_up(self, choices: Mapping[Any, Any], value: Any) -> Any:
         if type(value) in (str, bool) and value in choices:

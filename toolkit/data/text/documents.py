@@ -20,6 +20,7 @@ from toolkit.data.tokenizer import END_OF_TEXT, Tokenizer, train_bpe
 from toolkit.data.tokenizer_limits import is_parallel, one_thread_per_call
 from toolkit.data.tokens.store import TokenWriter
 from toolkit.errors import UserError, count_of
+from toolkit.io.processes import count_cores
 
 _READ_SIZE = 1 << 20
 _BPE_SAMPLE = 8_000_000  # characters for tokenizer training
@@ -262,7 +263,7 @@ def tokenize(chunks: Iterable[TextChunk], tokenizer: Tokenizer, ends: DocumentEn
         yield from starmap(encode, jobs)
         return
     # as many as the library would start; a job may have only some of the cores
-    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = count_cores()
     running = deque[Future[Tokenized]]()
     with one_thread_per_call(), ThreadPoolExecutor(threads) as pool:
         for job in jobs:
