@@ -133,7 +133,7 @@ def test_truncation_and_padding_are_disabled(trained, tmp_path):
     core.enable_truncation(4)
     core.enable_padding(length=64)
     core.save(str(tmp_path / "tokenizer.json"))
-    assert Tokenizer.load(tmp_path).encode(TEXTS[0], eos=None) == trained.encode(TEXTS[0], eos=None)
+    assert Tokenizer.load(tmp_path).encode(TEXTS[0]) == trained.encode(TEXTS[0])
 
 
 def test_offsets_cover_the_text_even_if_the_tokenizer_trims_them(trained, tmp_path):

@@ -15,10 +15,10 @@ from toolkit.data.sft.schemas import Record
 from toolkit.data.sft.tokenize import mark_scored
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
-from toolkit.inference import load
 from toolkit.inference.load import load_checkpoint
 from toolkit.metrics import functions
 from toolkit.metrics.functions import reward
+from toolkit.objectives import text_scorer
 from toolkit.objectives.text_scorer import TextScorer
 
 HEAD = {"head": "reward", "labels": ["reward"], "tie_embeddings": False, "block_size": 128}
@@ -37,10 +37,7 @@ def folders(tmp_path_factory, corpus):
 
 @pytest.fixture(scope="module")
 def scorer(folders):
-    loaded = load_checkpoint(
-        folders["reward"], base_checkpoint_dir=None, accelerator="cpu", precision=None, takes_head=True
-    )
-    return TextScorer(loaded)
+    return TextScorer(folders["reward"], base_checkpoint_dir=None, accelerator="cpu", precision=None)
 
 
 def chatml(*turns: tuple[str, str]) -> str:
@@ -112,7 +109,7 @@ def test_a_long_prompt_is_cut_as_in_training(folders, scorer, tmp_path):
 
 def test_a_model_is_loaded_once_and_must_give_a_number(folders, tmp_path, monkeypatch):
     prompts, loads = prompts_of(tmp_path, [{"prompt": "token one"}], folders["lm"]), []
-    monkeypatch.setattr(load, "load_checkpoint", lambda *a, **k: loads.append(a) or load_checkpoint(*a, **k))
+    monkeypatch.setattr(text_scorer, "load_checkpoint", lambda *a, **k: loads.append(a) or load_checkpoint(*a, **k))
     functions._load_scorer.cache_clear()
     for answer in ("so", "no"):
         reward([answer], [None], prompts, folders["reward"])

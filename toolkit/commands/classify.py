@@ -50,8 +50,9 @@ def setup(
     if texts == "-":
         source: Any = RowFile(Path("/dev/stdin"), "csv", "--texts -")
     else:
-        require_option(not Path(texts).is_dir(), "texts", texts, "is a folder; give one of its files")
-        require_option(Path(texts).is_file(), "texts", texts, "no such file; --texts - reads texts from stdin, as CSV")
+        reason = "no such file; --texts - reads texts from stdin, as CSV"
+        reason = "is a folder; give one of its files" if Path(texts).is_dir() else reason
+        require_option(Path(texts).is_file(), "texts", texts, reason)
         (source,) = find_splits(texts, "--texts", KINDS).train
     folder = find_checkpoint_dir(checkpoint_dir)
     options = with_run_columns(folder, {"text_column": text_column, "text_pair_column": text_pair_column})
@@ -68,18 +69,15 @@ def setup(
             fix = "give a text, messages, or a prompt with its completion; see --text_column"
             raise UserError(f"{reason}; {fix}") from error
         rows.append(row)
-    from toolkit.inference.load import load_checkpoint
     from toolkit.objectives.text_scorer import TextScorer
 
-    loaded = load_checkpoint(
+    scorer = TextScorer(
         checkpoint_dir,
         base_checkpoint_dir=base_checkpoint_dir,
         accelerator=accelerator,
         precision=precision,
         verify_checkpoint=verify_checkpoint,
-        takes_head=True,
     )
-    scorer = TextScorer(loaded)
     config, encodings = scorer.config, list(map(scorer.encode, records))
     columns = list(dict.fromkeys(name for row in rows for name in row))
     labels: Any = config.labels if config.problem_type in (SINGLE, MULTI) else []

@@ -149,9 +149,9 @@ class TrainArgs:
     @property
     def budget_seconds(self) -> float | None:
         """The run's budget of training time, if ``max_time`` is its only limit."""
-        other_limits = (self.max_steps, self.max_tokens, self.epochs)
-        is_budget = self.max_time is not None and all(limit is None for limit in other_limits)
-        return 60 * cast("float", self.max_time) if is_budget else None
+        if self.max_time is None or {self.max_steps, self.max_tokens, self.epochs} != {None}:
+            return None
+        return 60 * self.max_time
 
     def __post_init__(self) -> None:
         require_positive(

@@ -1,7 +1,7 @@
 """Answers of a model to prompts, and the metrics of ``--eval.metric``: in a run, and of a finished checkpoint."""
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from threading import Timer
 from typing import Any, NamedTuple
 
@@ -56,10 +56,8 @@ def set_up_metrics(
     Raises:
         UserError: A function or the data cannot be used.
     """
-    processes = []
-    for metric in parse_metrics(evaluation.metric):
-        processes.append(MetricProcess(metric, evaluation.metric_timeout))
-        stack.callback(processes[-1].close)
+    metrics, timeout = parse_metrics(evaluation.metric), evaluation.metric_timeout
+    processes = [stack.enter_context(closing(MetricProcess(metric, timeout))) for metric in metrics]
     needs = {process.traits.needs_log_probs for process in processes}
     template, path = prompt_template(tokenizer), evaluation.metric_data
     prompts = read_prompts(data, val, path, template, evaluation.metric_rows, True in needs, report)

@@ -185,11 +185,9 @@ regex.higher_is_better = check.higher_is_better = True  # type: ignore[attr-defi
 @lru_cache(1)
 def _load_scorer(folder: str) -> Any:
     from toolkit.data.sft.labels import MULTI, SINGLE
-    from toolkit.inference.load import load_checkpoint
     from toolkit.objectives.text_scorer import TextScorer
 
-    loaded = load_checkpoint(folder, base_checkpoint_dir=None, accelerator="cpu", precision=None, takes_head=True)
-    scorer = TextScorer(loaded)
+    scorer = TextScorer(folder, base_checkpoint_dir=None, accelerator="cpu", precision=None)
     if scorer.config.problem_type in (SINGLE, MULTI) or scorer.config.n_labels > 1:
         raise UserError(f"checkpoint_dir {folder}: predicts labels, not a number; train one with --head reward")
     return scorer

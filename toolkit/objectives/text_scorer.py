@@ -17,18 +17,23 @@ from toolkit.data.sft.schemas import Record
 from toolkit.data.sft.tokenize import Counts, cut_end, cut_prompts, mark_scored, tokenize_record
 from toolkit.errors import UserError
 from toolkit.inference.chat import find_template
-from toolkit.inference.load import LoadedModel
+from toolkit.inference.load import load_checkpoint
 from toolkit.objectives.scores import read_scores
 
 
 class TextScorer:
     """A model with a head and its tokenizer.
 
+    Args:
+        folder: The checkpoint.
+        options: Further arguments of :func:`toolkit.inference.load.load_checkpoint`.
+
     Raises:
         UserError: The model has no head.
     """
 
-    def __init__(self, loaded: LoadedModel) -> None:
+    def __init__(self, folder: str, **options: Any) -> None:
+        loaded = load_checkpoint(folder, takes_head=True, **options)
         self.model, self.config, tokenizer = loaded.model, loaded.model.config, loaded.tokenizer
         if self.config.head is None:
             raise UserError(f"checkpoint_dir {loaded.folder}: has no head; train one with toolkit finetune_full --head")

@@ -12,7 +12,7 @@ import numpy as np
 from toolkit.ui.progress import STDERR
 
 Columns = dict[str, Any]  # name -> array of floats
-Points = tuple[list[Any], list[Any], list[Any], list[Any]]  # steps, tokens, seconds, values
+Points = tuple[list[Any], ...]  # steps, tokens, seconds, values
 
 MAX_COLUMNS = 1000
 MAX_POINTS_OF_A_LINE = 2000
@@ -81,8 +81,7 @@ def _points(lines: list[Any]) -> Points:
             return None
         return int(value) if value.is_integer() and abs(value) < 2**53 else float(f"{value:.6g}")
 
-    steps, tokens, seconds, values = ([number(value) for value in line.tolist()] for line in lines)
-    return steps, tokens, seconds, values
+    return tuple([number(value) for value in line.tolist()] for line in lines)
 
 
 def smooth(losses: list[float]) -> list[float]:

@@ -103,16 +103,15 @@ def launch_run(config: ResolvedConfig, world: WorldInfo, stack: ExitStack, is_sh
     if json_file is not None:
         stack.enter_context(redirect_stdout(sys.stderr))  # of everything that is not JSON
     remote = RemoteRun(args.out_dir, out_dir) if is_url(args.out_dir) else None
-    strategy, precision = config.strategy, config.precision
-    accelerator = "cpu" if is_alone(config) else pick_accelerator(args.accelerator)
+    strategy, precision, accelerator = config.strategy, config.precision, args.accelerator
     if is_alone(config):
-        strategy, precision = replace(strategy, kind="single"), "32-true"
+        strategy, precision, accelerator = replace(strategy, kind="single"), "32-true", "cpu"
     if config.device == "cpu" and world.starts_processes and world.devices > (cores := count_cores()):
         notice(f"note: --devices {world.devices} starts {world.devices} processes on {count_of(cores, 'CPU core')}")
     fabric = build_fabric(
         strategy,
         world,
-        accelerator=accelerator,
+        accelerator=pick_accelerator(accelerator),
         precision=precision,
         fsdp=config.fsdp,
         ddp=args.ddp,

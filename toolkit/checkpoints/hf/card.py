@@ -5,11 +5,11 @@ import re
 from pathlib import Path, PurePath
 from typing import Any
 
-from toolkit.checkpoints.find import HYPERPARAMETERS
+from toolkit.checkpoints.find import HYPERPARAMETERS, read_settings
 from toolkit.checkpoints.hf.origin import hf_origin
 from toolkit.escape import markdown_code, markdown_text, to_yaml
 from toolkit.io.paths import is_path_option, is_url, mask_url
-from toolkit.io.safe_parse import read_json_object, read_yaml
+from toolkit.io.safe_parse import read_json_object
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import family_of
 from toolkit.models.families.hf_heads import task_of
@@ -33,7 +33,8 @@ def write_model_card(
     The card may be published, and the settings of a checkpoint are not verified. Text from them is escaped, paths are
     reduced to their last part, and commands of metrics are left out.
     """
-    settings = _read_settings(checkpoint_dir)
+    settings = read_settings(checkpoint_dir, HYPERPARAMETERS)
+    settings = settings if isinstance(settings.get("data"), dict) else {}
     trained_from = settings.get("checkpoint_dir") or settings.get("initial_checkpoint_dir")
     base, is_on_hub = _base_model(str(trained_from) if trained_from else None if settings else checkpoint_dir)
     metadata = {
@@ -66,14 +67,6 @@ def auto_class(config: ModelConfig) -> str:
     return f"AutoModel{task_of(config).suffix}"
 
 
-def _read_settings(checkpoint_dir: Path) -> dict[str, Any]:
-    try:
-        settings = read_yaml(checkpoint_dir / HYPERPARAMETERS)
-    except (OSError, ValueError):
-        return {}
-    return settings if isinstance(settings, dict) and isinstance(settings.get("data"), dict) else {}
-
-
 def _base_model(source: Any) -> tuple[str, bool]:
     """Return the name of a model folder's origin, and whether it is on the hub."""
     if source is None or is_url(source):
@@ -89,8 +82,7 @@ def _describe_run(checkpoint_dir: Path, settings: dict[str, Any]) -> dict[str, s
     if not settings:
         return {}
     data = _portable(settings["data"])
-    arguments: Any = data.get("init_args")
-    source = [arguments.get(name) for name in ("repo_id", "json_path", "path")] if isinstance(arguments, dict) else []
+    source = [_option(data, "init_args", name) for name in ("repo_id", "json_path", "path")]
     step = read_json_object(checkpoint_dir / "trainer" / "meta.json", optional=True).get("step", math.inf)
     last: dict[str, float] = {}
     for row in read_metrics(checkpoint_dir.parent / "logs" / "metrics.csv"):
@@ -142,13 +134,10 @@ def _describe_settings(settings: dict[str, Any], base: str) -> str:
     command, model = "pretrain", str(settings.get("model_name"))
     if "checkpoint_dir" in settings:
         command, model = "finetune_lora" if "lora_r" in settings else "finetune_full", base
-
-    def option(group: str, name: str) -> Any:
-        return values.get(name) if isinstance(values := settings.get(group), dict) else values
-
     # a command only for settings of toolkit alone: others may name other code, and metrics are left out
-    has_code = settings.get("extensions") or settings.get("callbacks") or option("eval", "metric")
-    classes = option("data", "class_path"), option("objective", "class_path"), option("optimizer", "name")
+    has_code = settings.get("extensions") or settings.get("callbacks") or _option(settings, "eval", "metric")
+    groups = {"data": "class_path", "objective": "class_path", "optimizer": "name"}
+    classes = [_option(settings, group, name) for group, name in groups.items()]
     line = "The settings of the run:"
     if _NAME.fullmatch(model) and not has_code and all(c is None or str(c).isidentifier() for c in classes):
         words = f"toolkit {command} {model} --config settings.yaml"
@@ -162,6 +151,11 @@ def _describe_settings(settings: dict[str, Any], base: str) -> str:
 
 {markdown_code(to_yaml(_portable(settings)), "yaml")}</details>
 """
+
+
+def _option(settings: dict[str, Any], group: str, name: str) -> Any:
+    """Return an option of a group; the value of a group that is none."""
+    return values.get(name) if isinstance(values := settings.get(group), dict) else values
 
 
 def _portable(value: Any, name: str = "") -> Any:

@@ -1,10 +1,9 @@
 """Record where a model was imported from: a repository of the Hugging Face hub, or a folder."""
 
-from contextlib import suppress
 from pathlib import Path
 
+from toolkit.checkpoints.find import read_settings
 from toolkit.checkpoints.hf.reader import CONFIG
-from toolkit.io.safe_parse import read_yaml
 
 ORIGIN_FILE = "download.yaml"
 """Records the model's origin: repo_id, revision and commit, or hf_dir."""
@@ -17,10 +16,7 @@ def hf_origin(base: Path) -> tuple[str, str | None] | None:
     checkpoints/ORGANIZATION/NAME has the hub name. Ignores ``_name_or_path`` in config.json, because transformers
     records the parent of a finetuned model there.
     """
-    origin = None
-    with suppress(OSError, ValueError):
-        origin = read_yaml(base / ORIGIN_FILE)
-    match origin:
+    match read_settings(base, ORIGIN_FILE):
         case {"repo_id": str(repo_id), "revision": str(revision)} if revision != "main":
             return repo_id, revision
         case {"repo_id": str(repo_id)}:
