@@ -14,7 +14,9 @@ Values = dict[str, Any]
 def jobset(job: Job) -> str:
     """Return a JobSet. The node rank is the pod's completion index, which Kubernetes sets in the environment."""
     address = {"MASTER_ADDR": f"{job.name}-{_NODE}-0-0.{job.name}", "MASTER_PORT": str(PORT)}
-    container = _container(job, {"command": _command(job)} | ({"resources": _gpus(job)} if job.has_gpus else {}))
+    container = _container(
+        job, {"command": [*map(kubernetes_word, job.command)]} | ({"resources": _gpus(job)} if job.has_gpus else {})
+    )
     container["env"] += [{"name": name, "value": value} for name, value in address.items()]
     pods = {"completionMode": "Indexed", "parallelism": job.nodes, "completions": job.nodes}
     spec = {"network": {"enableDNSHostnames": True}} | _job_set(job, {}, pods, container)
@@ -27,7 +29,11 @@ def kubeflow(job: Job) -> str:
     labels = {"metadata": {"labels": {f"{api}/trainjob-ancestor-step": "trainer"}}}
     template = {"spec": _job_set(job, labels, {}, _container(job, {}))}
     runtime = {"mlPolicy": {"numNodes": job.nodes, "torch": {}}, "template": template}
-    trainer: Values = {"numNodes": job.nodes, "numProcPerNode": job.devices, "command": _command(job)}
+    trainer: Values = {
+        "numNodes": job.nodes,
+        "numProcPerNode": job.devices,
+        "command": [*map(kubernetes_word, job.command)],
+    }
     if job.has_gpus:
         trainer["resourcesPerNode"] = _gpus(job)
     reference = {"apiGroup": api, "kind": "ClusterTrainingRuntime", "name": job.name}
@@ -35,10 +41,6 @@ def kubeflow(job: Job) -> str:
         _object(f"{api}/v1alpha1", "ClusterTrainingRuntime", job, runtime),
         _object(f"{api}/v1alpha1", "TrainJob", job, {"runtimeRef": reference, "trainer": trainer}),
     )
-
-
-def _command(job: Job) -> list[str]:
-    return [kubernetes_word(word) for word in job.command]
 
 
 def _object(api: str, kind: str, job: Job, spec: Values) -> Values:

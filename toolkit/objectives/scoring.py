@@ -12,7 +12,7 @@ def prediction_metrics(scores: np.ndarray, targets: np.ndarray, problem_type: st
         targets: The label's index, (n, 1); for several labels 0 or 1 for each, or numbers, (n, labels).
     """
     if problem_type == "regression":
-        return {"spearman": float(np.mean([spearman(*pair) for pair in zip(scores.T, targets.T, strict=True)]))}
+        return {"spearman": float(np.mean(list(map(spearman, scores.T, targets.T))))}
     if problem_type == "multi_label_classification":
         predicted, actual = scores > 0, targets > 0
         is_used = np.full(len(predicted[0]), True)

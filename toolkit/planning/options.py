@@ -155,8 +155,10 @@ def check_files(data: DataModule, command: str) -> None:
         require_style(data.prompt_style)  # type: ignore[attr-defined]
     for name, value in vars(data).items():
         if name == "json_path" and not value and not getattr(data, "repo_id", None):
-            own, public = (f"`{command} --data {words}`" for words in ("JSON --data.json_path FILE", "Alpaca2k"))
-            raise UserError(f"--data.json_path: must be set: {own}, or {public} for a first try")
+            raise UserError(
+                f"--data.json_path: must be set: `{command} --data JSON --data.json_path FILE`, or "
+                f"`{command} --data Alpaca2k` for a first try"
+            )
         if not name.endswith("_path") or not value or name in getattr(data, "takes_urls", ()):
             continue  # URLs are checked when they are listed
         path = Path(value).expanduser()
