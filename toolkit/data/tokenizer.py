@@ -326,10 +326,10 @@ class Tokenizer:
         ends = hf_tokenizer.class_ends(settings.get("tokenizer_class"), self.bos_id) or self._file_ends
         for (name, setting), ids, id_ in zip(adds.items(), ends, (self.bos_id, self.eos_id), strict=True):
             if isinstance(setting, bool) and setting != (id_ in ids):
-                added, article = ("none", "no") if setting else ("one", "a")
+                added = "none: texts have no" if setting else "one: texts have a"
                 self.notes.append(
                     f"{self.name}: {CONFIG_FILE} has add_{name}_token {str(setting).lower()}, but tokenizer.json adds "
-                    f"{added}: texts have {article} {name} token, as in transformers 5"
+                    f"{added} {name} token, as in transformers 5"
                 )
         if ends != default:
             self._files[ENDS_FILE] = to_json({"before": ends[0], "after": ends[1]})
