@@ -139,11 +139,10 @@ def require_columns(columns: Columns) -> None:
 
 def known_columns(row: Any, columns: Columns) -> dict[str, str]:
     """Return the column of a row by known name. A mapped column replaces its synonyms."""
-    names = {name: name for name in KNOWN_COLUMNS if isinstance(row, dict) and name in row}
-    for mapped in columns or {}:
-        synonyms = next((group for group in GROUPS if mapped in group), ())
-        names = {name: column for name, column in names.items() if name not in synonyms}
-    return names | (columns or {})
+    columns = columns or {}
+    present = [name for name in KNOWN_COLUMNS if isinstance(row, dict) and name in row]
+    replaced = {name for group in GROUPS if columns.keys() & group for name in group}
+    return {name: name for name in present if name not in replaced} | columns
 
 
 def parse_row(row: Any, where: str, columns: Columns = None, kind: ParseKind = "answers") -> list[Record]:
@@ -268,9 +267,10 @@ def _parse_unlabeled(row: _Row) -> list[Record]:
             hint = f"remove {row.kind.option.format('text_pair')}"
             raise UserError(f"{row.where}: {row.names[column]} is a conversation, which has no pair; {hint}")
         messages = parse_conversation(value, f"{row.where}: {row.names[column]}")
-        row.unread |= {"weight of messages"} if any("weight" in message for message in messages) else set()
+        if any("weight" in message for message in messages):
+            row.unread.add("weight of messages")
         return [_make_record(messages, row)]
-    names = [column, *(["text_pair"] if "text_pair" in row else [])]
+    names = [column, *({"text_pair"} & row.keys())]
     texts = [require_string(_require_value(row, name), f"{row.where}: {row.names[name]}") for name in names]
     return [Record(None, "\n".join(texts), row.where, has_eos=None)]
 
