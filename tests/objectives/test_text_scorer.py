@@ -59,10 +59,10 @@ def test_a_reward_is_that_of_the_answer_in_every_form_of_row(folders, scorer, tm
         text = chatml(*(turns or [("user", "token one")]), ("assistant", "a line"))
         ids = scorer._options.tokenizer.encode(text)
         assert len(ids) < 128
-        expected = scorer.predict(
+        (expected,) = scorer.predict(
             [mark_scored(Encoding(ids, [True] * len(ids)), scorer._options.tokenizer.pad_id, False)]
         )
-        assert reward(["a line"], ["other"], [prompt], folders["reward"]) == {"reward": pytest.approx(expected[0])}
+        assert reward(["a line"], ["other"], [prompt], folders["reward"]) == {"reward": pytest.approx(expected)}
 
     question, answer = {"role": "user", "content": "token one"}, {"role": "assistant", "content": "other"}
     turns = [("user", "and"), ("assistant", "so"), ("user", "token one")]
@@ -87,11 +87,13 @@ def test_a_reward_is_that_of_the_answer_in_every_form_of_row(folders, scorer, tm
 def test_empty_answers_are_scored(folders, scorer, tmp_path):
     prompts = prompts_of(tmp_path, [{"prompt": "token one"}] * 3, folders["reward"])
     ids = scorer._options.tokenizer.encode(chatml(("user", "token one"), ("assistant", "")))
-    expected = scorer.predict([mark_scored(Encoding(ids, [True] * len(ids)), scorer._options.tokenizer.pad_id, False)])
+    (expected,) = scorer.predict(
+        [mark_scored(Encoding(ids, [True] * len(ids)), scorer._options.tokenizer.pad_id, False)]
+    )
     for name in ("reward", "token_reward"):
         scores = reward(["", "\n\n", "a line"], [None] * 3, prompts, folders[name])["reward"]
         assert all(map(math.isfinite, scores)) and scores[0] == scores[1] != scores[2]
-        assert name == "token_reward" or scores[:1] == pytest.approx(expected[0])
+        assert name == "token_reward" or scores[:1] == pytest.approx(expected)
 
 
 def test_a_long_prompt_is_cut_as_in_training(folders, scorer, tmp_path):

@@ -92,11 +92,9 @@ def setup(
         notice(f"not read: {join_first(sorted(unread), 20)}")
     writer = csv_writer(sys.stdout)
     writer.writerow([*columns, *added])
-    for start in range(0, len(rows), batch_size):
-        part = slice(start, start + batch_size)
-        for values, predictions in zip(rows[part], scorer.predict(encodings[part]), strict=True):
-            added = [visible(cell) if isinstance(cell, str) else cell for cell in predictions]  # a label of the model
-            cells = [*map(values.get, columns), *added]
-            writer.writerow([json.dumps(cell) if isinstance(cell, list | dict) else cell for cell in cells])
+    for values, predictions in zip(rows, scorer.predict(encodings, batch_size), strict=True):
+        added = [visible(cell) if isinstance(cell, str) else cell for cell in predictions]  # a label of the model
+        cells = [*map(values.get, columns), *added]
+        writer.writerow([json.dumps(cell) if isinstance(cell, list | dict) else cell for cell in cells])
     if scorer.n_cut:
         notice(f"{scorer.n_cut:,} texts cut to {config.block_size:,} tokens, the model's context length")

@@ -69,16 +69,17 @@ class Answerer(NamedTuple):
 
         ``compute`` takes a batch, and the batches that all ranks compute at the same time.
         """
-        parts = list(_split(items, size))
+        parts = list(split(items, size))
         if not self.is_divided:
             return [result for part in parts for result in compute(part, part)]
         rank, n, results = ranks.global_rank(), ranks.world_size(), []
-        for turn in _split(parts, n):
+        for turn in split(parts, n):
             if rank < len(turn) or self.is_sharded:  # a rank without a batch takes part in the forward passes
                 results.append(compute(turn[rank % len(turn)], [item for one in turn for item in one]))
         everywhere = ranks.all_gather_object(results)
         return [result for i in range(len(parts)) for result in everywhere[i % n][i // n]]
 
 
-def _split(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+def split(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    """Return batches of at most ``size`` items."""
     return (items[i : i + size] for i in range(0, len(items), size))

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from toolkit.config.options import MetricArgs
+from toolkit.config.metric_options import MetricArgs
 from toolkit.data.sft.prompts import Prompt, prompt_template, read_prompts
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError

@@ -25,7 +25,6 @@ Scores = dict[str, list[float]]
 
 CHECK_SECONDS = 10.0
 """Time limit of a checker per answer."""
-_BATCH_SIZE = 8  # of a reward model
 _NUMBER = re.compile(
     r"((?<![^\W_])(?<![)\]])[-\u2212])?[$€£]?"  # no sign after a letter, digit or bracket: 5-3, 2024-05-06, Apollo-11
     r"((?<![\d/])\d+/0*[1-9]\d*(?![\d/]|\.\d)"  # not in a date
@@ -173,8 +172,7 @@ def reward(answers: Sequence[str], references: References, prompts: Rows, folder
         scorer.encode_answer(Record(tuple(prompt["messages"]), None, prompt["where"], prompt["tools"]), answer)
         for prompt, answer in zip(prompts, answers, strict=True)
     ]
-    parts = (encodings[i : i + _BATCH_SIZE] for i in range(0, len(encodings), _BATCH_SIZE))
-    return {"reward": [predictions[0] for part in parts for predictions in scorer.predict(part)]}
+    return {"reward": [predictions[0] for predictions in scorer.predict(encodings)]}
 
 
 json_valid.needs_references = False  # type: ignore[attr-defined]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from toolkit.checkpoints.find import find_checkpoint_dir, head_of
-from toolkit.config.options import MetricArgs
+from toolkit.config.metric_options import MetricArgs
 from toolkit.errors import UserError, require_option
 from toolkit.extension import add_cwd_to_path
 from toolkit.io.processes import exchange, start_server

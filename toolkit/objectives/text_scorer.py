@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +16,7 @@ from toolkit.data.sft.messages import EmptyAnswerError
 from toolkit.data.sft.schemas import Record
 from toolkit.data.sft.tokenize import Counts, cut_end, cut_prompts, mark_scored, tokenize_record
 from toolkit.errors import UserError
+from toolkit.inference.answers import split
 from toolkit.inference.chat import find_template
 from toolkit.inference.load import load_checkpoint
 from toolkit.objectives.scores import read_scores
@@ -73,9 +74,13 @@ class TextScorer:
         has_answer = any(encoding.loss_mask)
         return mark_scored(encoding, options.tokenizer.pad_id, self.config.head == "token_reward" and has_answer)
 
+    def predict(self, encodings: Sequence[Encoding], batch_size: int = 8) -> Iterator[list[Any]]:
+        """Yield the prediction for each text, then the probability of each label, or the rewards of its tokens."""
+        for part in split(encodings, batch_size):
+            yield from self._predict(part)
+
     @torch.no_grad()
-    def predict(self, encodings: Sequence[Encoding]) -> list[list[Any]]:
-        """Return the prediction for each text, then the probability of each label, or the rewards of its tokens."""
+    def _predict(self, encodings: Sequence[Encoding]) -> list[list[Any]]:
         model, labels, kind = self.model, self.config.labels or [], self.config.problem_type
         scores, row_of_score, _ = read_scores(model, batch_texts(encodings), next(model.parameters()).device)
         if self.config.head == "token_reward":

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 
 from toolkit.config import AUTO, Accelerator, Auto, Precision
-from toolkit.config.options import MetricArgs
+from toolkit.config.metric_options import MetricArgs
 from toolkit.data import DataModule, PreparedData
 
 

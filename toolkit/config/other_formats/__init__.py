@@ -70,9 +70,10 @@ def translate(file: ForeignConfig) -> dict[str, OptionValue]:
 
 def add_origin(message: str) -> str:
     """Add to an error message about an option which key of another tool's file sets the option."""
-    options = [option for option in SET_BY if re.search(rf"--{re.escape(option)}(?![\w.])", message)]
-    keys = [SET_BY[option] for option in options if SET_BY[option] not in message]
-    return f"{message}; it is set by {keys[0]}" if keys else message
+    for option, key in SET_BY.items():
+        if key not in message and re.search(rf"--{re.escape(option)}(?![\w.])", message):
+            return f"{message}; it is set by {key}"
+    return message
 
 
 def _check_names(file: ForeignConfig, group: str) -> None:
