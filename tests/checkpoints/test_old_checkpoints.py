@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from toolkit import cli, load
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
-from toolkit.training.checkpoint_meta import uses_old_ends
+from toolkit.training.checkpoint_meta import uses_old_ends, uses_old_tokenizer
 from toolkit.training.evaluate import data_of_run
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "checkpoints"
@@ -131,6 +131,10 @@ def test_s2_tokens_of_a_run_with_bos_by_setting_alone_stay(tmp_path, monkeypatch
     assert new.encode("the") == [29]
     assert cli.main([*write.RUNS["bos_setting"], "--out_dir", "new"]) == 0
     assert "--tokenizer_dir setting_tokenizer: tokenizer_config.json has add_bos_token true" in capsys.readouterr().out
+    shutil.copytree(old, f"resumed/{write.STEP}")
+    Path("resumed/final/tokenizer.json").write_text("{")  # the older checkpoint says it
+    assert uses_old_tokenizer("setting_tokenizer", Path("resumed/final"))
+    assert not uses_old_tokenizer("setting_tokenizer", Path("new/final"))
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """``trainer/meta.json`` of a checkpoint: the run's progress and the values that must not change on resume."""
 
 import json
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
@@ -195,15 +196,20 @@ def _check_fields(prefix: str, values: Fields, cls: type) -> None:
 
 def uses_old_ends(resume_from: Path | None) -> bool:
     """Whether the run to resume began with a version whose text for pretraining has no bos."""
-    for folder in [] if resume_from is None else [resume_from, *newest_first(resume_from.parent)]:
-        with suppress(UserError):  # a damaged checkpoint is reported later, and an older one may be used
-            return not read_meta(folder).get("document_ends")
-    return False
+    return _holds(resume_from, lambda folder: not read_meta(folder).get("document_ends"))
 
 
 def uses_old_tokenizer(tokenizer_dir: str | Path | None, resume_from: Path | None) -> bool:
     """Whether the run to resume began with a version that read the files of ``tokenizer_dir`` differently."""
-    if tokenizer_dir is None or resume_from is None or not (resume_from / "tokenizer.json").is_file():
+    if tokenizer_dir is None or resume_from is None:
         return False
     old, new = (Tokenizer.load(tokenizer_dir, is_own=is_own).fingerprint for is_own in (True, None))
-    return old != new and Tokenizer.load(resume_from).fingerprint == old
+    return old != new and _holds(resume_from, lambda folder: Tokenizer.load(folder).fingerprint == old)
+
+
+def _holds(resume_from: Path | None, predicate: Callable[[Path], bool]) -> bool:
+    """Whether something holds of the newest readable checkpoint of the run to resume; False without one."""
+    for folder in [] if resume_from is None else [resume_from, *newest_first(resume_from.parent)]:
+        with suppress(UserError):  # a damaged checkpoint is reported later, and an older one may be used
+            return predicate(folder)
+    return False
