@@ -27,7 +27,8 @@ def expand_path(name: str, value: str) -> str:
         raise UserError(f"{name} {ascii(value)}: must not have control characters; rename it")
     if is_url(value):
         if "://" not in value:
-            raise UserError(f"{name} {value}: is not a URL; write {value.replace(':/', '://', 1)}")
+            url = mask_url(value.replace(":/", "://", 1))
+            raise UserError(f"{name} {url.replace('://', ':/', 1)}: is not a URL; write {url}")
         return value
     if _VARIABLE.search(value):
         raise UserError(f"{name} {value}: variables are not replaced here; give the path itself")
