@@ -38,6 +38,21 @@ def places(tmp_path):
     return base + [write(tmp_path / f"idea-{seed}", (80, 8000, 60.5), seed, **idea) for seed in (0, 1)]
 
 
+def test_the_last_step_of_a_budget_counts_as_at_its_end(tmp_path, capsys):
+    places = [
+        write(tmp_path / name, (40, 4000, end), 0, train={"max_time": 1, "learning_rate": rate})
+        for name, end, rate in (("a", 60.0, 0.1), ("b", 66.0, 0.2))
+    ]
+    assert main(["report", *places, "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["axis"], found["end"], found["is_equal"]) == ("step", 40, True)
+    places[1] = write(tmp_path / "c", (20, 2000, 66.0), 0, train={"max_time": 1, "learning_rate": 0.2})
+    assert main(["report", *places, "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["axis"], found["end"], found["is_equal"]) == ("seconds", 60.0, True)
+    assert found["groups"][1]["metrics"]["val_loss"]["mean"] == 8 / 20  # of its last row
+
+
 def test_differences_and_standard_errors_over_seeds(places, capsys):
     assert main(["report", *places, "--format", "json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -78,8 +78,17 @@ def estimate(values: Sequence[float], baseline: Sequence[float] | None = None) -
 
 def finite(run: RunFacts, column: str) -> Any:
     """Return the finite values of a column."""
-    values = run.columns.get(column, np.array([]))
+    values = _column(run, column)
     return values[np.isfinite(values)]
+
+
+def _column(run: RunFacts, column: str) -> Any:
+    """Return a column. The last step of a budget of time may end after it, and counts as at its end."""
+    values, minutes = run.columns.get(column, np.array(math.nan)), run.settings.get("train.max_time")
+    is_budget = all(run.settings.get(f"train.{name}") is None for name in ("max_steps", "max_tokens", "epochs"))
+    if column == "seconds" and is_budget and isinstance(minutes, int | float):
+        return np.minimum(values, 60 * minutes)
+    return values
 
 
 def last(run: RunFacts, column: str) -> float:
@@ -91,7 +100,7 @@ def last(run: RunFacts, column: str) -> float:
 def _values_at(run: RunFacts, axis: str, end: float) -> dict[str, float]:
     """Return the axes, the losses and the other metrics of validations at ``end``, and the median tokens/s."""
     values = {}
-    rows = np.asarray(run.columns.get(axis, math.nan)) <= end * (1 + TOLERANCE)
+    rows = _column(run, axis) <= end * (1 + TOLERANCE)
     for name, column in run.columns.items():
         if name in (*AXES, "loss", "tokens_per_sec") or (name.startswith("val_") and not name.endswith(STDERR)):
             column = column[np.isfinite(column) & rows]

@@ -217,7 +217,7 @@ class Engine:
                 step_seconds = 0.0  # the next step will not compile
             is_last = limits.reached(progress.step, progress.tokens) or is_time_up
             if is_time_up and limits.total_seconds is not None:
-                progress.seconds = limits.total_seconds  # the last step ends within a step of it
+                progress.seconds = max(progress.seconds, limits.total_seconds)  # the run is finished
             self._after_step(metrics, totals, is_last)
             if is_last:
                 return
