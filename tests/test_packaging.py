@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 # Tokens of each package. Who raises a line says in the commit why no code could go instead. After a cut, lower it:
 # `python tests/test_packaging.py` prints the table as it is now, rounded up to the next hundred.
 BUDGET = {
-    "data": 68_600,
+    "data": 68_700,
     "models": 60_500,
     "checkpoints": 48_600,
     "metrics": 5_000,
@@ -32,7 +32,7 @@ BUDGET = {
     "ui": 9_100,
     "commands": 9_700,
     "optim": 9_400,
-    "reporting": 8_200,
+    "reporting": 8_300,
     "io": 5_700,
     "serving": 5_300,
     "(top level)": 6_000,

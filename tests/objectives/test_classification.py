@@ -89,6 +89,7 @@ def test_from_the_command_line_to_transformers(base, capsys):
 
     model, tokenizer = AutoModelForSequenceClassification.from_pretrained("hf"), AutoTokenizer.from_pretrained("hf")
     assert model.config.id2label == {0: "bad", 1: "good", 2: "mixed"}
+    assert tokenizer.model_max_length == config.block_size  # where classify cuts texts
     reviews = list(csv.DictReader(Path("reviews/val.csv").read_text().splitlines()))
     texts = tokenizer([row["text"] for row in reviews], padding=True, return_tensors="pt")
     logits = model(texts["input_ids"], texts["attention_mask"]).logits.detach()

@@ -284,7 +284,7 @@ class CommandOptions:
             hint = VALUE_HINTS.get(f"{key}={text.lower()}") or did_you_mean(text, names, cutoff=0.55)
             if not hint and re.fullmatch(r"[\d.]+ *[A-Za-z]+", text):
                 doc = " ".join(self.options()[key].doc.split()).partition(". ")[0]
-                hint = f"; write it without a unit, a million as 1e6: {doc}"
+                hint = f"; write it without a unit, a million as 1e6 ({doc.rstrip('.')})"
             shown = value.display(key).removeprefix("--" if key.upper() in usage.split() else "")  # positional
             raise UserError(f"{shown}: must be {describe(kind)}{hint}") from error
         if isinstance(converted, str) and (is_path_option(key) or key in PATH_LISTS):

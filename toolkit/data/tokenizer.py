@@ -176,9 +176,11 @@ class Tokenizer:
         """The token that pads texts in a Hugging Face export with a score layer: the tokenizer's, or eos."""
         return self.added_tokens.get(self.special_tokens.get("pad_token", ""), self.eos_id)
 
-    def with_pad(self, pad_id: int) -> Tokenizer:
-        """Return a copy whose tokenizer_config.json names the token that pads texts."""
+    def with_pad(self, pad_id: int, max_length: int | None = None) -> Tokenizer:
+        """Return a copy whose tokenizer_config.json names the token that pads texts, and where they are cut."""
         settings = self.settings(CONFIG_FILE) | {"pad_token": self._tokenizer.id_to_token(pad_id)}
+        if max_length is not None:
+            settings.setdefault("model_max_length", max_length)
         return self.with_files({CONFIG_FILE: to_json(settings)})
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], Spans]:

@@ -71,7 +71,8 @@ def export_hf(
             copy_files(checkpoint_dir, folder, FILE_PATTERNS)
         else:
             pad = None if config.head is None else _pad_id(config, tokenizer)  # transformers pads batches of texts
-            (tokenizer if pad is None else tokenizer.with_pad(pad)).save(folder, for_transformers=True)
+            length = config.block_size if config.head == "classification" else None  # rewards cut the prompt instead
+            (tokenizer if pad is None else tokenizer.with_pad(pad, length)).save(folder, for_transformers=True)
         ids = _token_ids(checkpoint_dir, base, config, tokenizer)
         _write_config_files(folder, config, ids, dtype or weights["transformer.wte.weight"].dtype)
         write_model_card(folder / "README.md", config, checkpoint_dir, tokenizer is not None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -107,14 +108,15 @@ class Labeling:
         rows = [[index[name] for name in labels] for labels in by_row]
         counter = Counter(i for labels, trains in zip(rows, is_trained, strict=True) if trains for i in labels)
         counts = [counter[i] for i in range(len(names))]
-        shown = [f"{name} {count:,}" for name, count in zip(names, counts, strict=True)]
+        words = (name if re.fullmatch(r"\w*[^\W\d]\w*", name) else repr(name) for name in names)
+        shown = [f"{word} {count:,}" for word, count in zip(words, counts, strict=True)]
         text = f"{len(names)} labels: {join_first(shown, 20)} ({problem})"
         if problem == MULTI:
             targets = [[*(float(i in row) for i in range(len(names))), 1] for row in rows]
         else:
             weights = self._weights(names, counts)
             targets = [[float(i), weights[i]] for (i,) in rows]
-            if max(counts) == 1 and len(names) > 2:
+            if {*counts} == {1} and len(names) > 2:
                 text += f"; each text has a label of its own: see --data.label_column {self.label_column}"
         return np.array(targets, np.float32), (names, problem, text)
 
