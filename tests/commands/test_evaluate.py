@@ -311,6 +311,7 @@ def test_task_keeps_its_own_num_fewshot(talker, task, tmp_path, capsys):
             "--split train: has no effect with --eval.metric",
         ),
         (["--eval.metric_rows", "3"], "--eval.metric_rows 3: has no effect without --eval.metric"),
+        (["--data.columns", "x"], "--data.columns: no such option without --data; CSV, JSON"),
         (
             ["--eval.metric", "rouge_l", "--data", "PythonStdlib"],
             "is no instruction data; give --eval.metric_data",

@@ -281,7 +281,7 @@ def test_mistakes_in_labels_are_one_line():
         ([[0.5, float("nan")], [1, 1]], {}, "line 1: label nan: is no finite number"),
         (["a", "\x1b[2J", "b"], {}, r"line 2: label '\x1b[2J': has characters that cannot be printed"),
         ([["a", "b"], ["c", "c"], []], {}, "label ['c', 'c']: a label is there twice; several labels are names"),
-        ([[1, 0, 0], [1, 1], []], {}, "line 1: label [1, 0, 0]: a label is there twice"),
+        ([[1, 0, 0], [1, 1], []], {}, "line 1: label [1, 0, 0]: has another number of classes than other rows"),
         ([[0.5, 1], [1.0], [2, 2]], {}, "line 2: label [1.0]: must be numbers; the first row has 2 of them"),
         ([0.5], {"model_labels": LabelSet(["a", "b"], "regression")}, "must be numbers; the model has 2 of them"),
         ([[0.5, 0.1]], {"problem_type": "multi_label_classification"}, "0.5 is not a name; several labels are"),

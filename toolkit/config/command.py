@@ -326,7 +326,8 @@ class CommandOptions:
             paths = [f"{group}.{name}" for name in parameters_of(selected) if name.endswith("path")]
             if last.endswith("path") and paths and selected is not type(self.parameters[group].default):
                 hint = f"did you mean {show(paths[0])}?"  # the user has chosen the class
-            return f" of --{group} {selected.__name__}; {hint}"
+            where = f"of --{group} {selected.__name__}" if selected in choices.values() else f"without --{group}"
+            return f" {where}; {hint}"
         if hint := suggest_option(key, {*options, *self.class_options}, show):
             return hint
         if matches := [option for option in options if option.replace(".", "_") == key.replace("-", "_")]:

@@ -206,6 +206,8 @@ def _names_of(record: Record, problem: str) -> list[str]:
     if fractions or len({*names}) < len(names):
         hint = f"names, or 0 or 1 for each class in lists of the same length; numbers need {_PROBLEM} {REGRESSION}"
         reason = f"{fractions[0]} is not a name" if fractions else "a label is there twice"
+        if {*values} <= {0, 1}:
+            reason = "has another number of classes than other rows"
         raise UserError(f"{start} {reason}; several labels are {hint}")
     return names
 
