@@ -68,7 +68,8 @@ def _parse_message(message: Any, where: str) -> Message:
     if isinstance(content, list):
         content = _join_parts(content, where)
     if content is None and not fields.get("tool_calls"):
-        raise UserError(f"{where} ({role}): has no content; {describe_columns(message)}")
+        present = {name: value for name, value in message.items() if value is not None}
+        raise UserError(f"{where} ({role}): has no content; {describe_columns(present)}")
     content = require_string(content or "", f"{where} ({role}): content")
     if role == "assistant" and not content.strip() and not fields.get("tool_calls"):
         raise EmptyAnswerError(f"{where}: is an empty answer; fix or remove this row")
