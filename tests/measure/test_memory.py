@@ -36,6 +36,7 @@ from toolkit.models.gpt import GPT
 from toolkit.models.head import Head
 from toolkit.models.lora import adapted_on_meta, is_adapter
 from toolkit.models.lora_config import LoRAConfig
+from toolkit.models.neftune import SampleNoise
 from toolkit.models.quantize import quantize_linears
 from toolkit.optim.classes import build_optimizer
 from toolkit.optim.groups import block_params, no_decay_params
@@ -140,7 +141,8 @@ def loss_of(model: GPT, setup: MemoryInputs) -> torch.Tensor:
     rows = None if documents is None else Documents(documents, document_bounds(documents))
     positions = None if documents is None else torch.arange(setup.seq_length).expand_as(ids) % 50
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=setup.precision.endswith("-mixed")):
-        return model(ids, ids, positions=positions, documents=rows)[0]
+        noise = SampleNoise(0.0, 1, tuple(range(len(ids)))) if model.has_dropout else None  # as in a run
+        return model(ids, ids, positions=positions, documents=rows, noise=noise)[0]
 
 
 def saved_bytes(setup: MemoryInputs, model: GPT | None = None) -> int:
