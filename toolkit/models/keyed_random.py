@@ -45,8 +45,10 @@ def keyed_dropout(x: Tensor, bits: Tensor, layer: int, p: float) -> Tensor:
     channels = torch.arange(x.size(-1), dtype=torch.int32, device=x.device) * 0x3C6EF372
     channels = channels + (layer * 0x2545F491 & 0x7FFFFFFF)
     tokens = (bits >> 32).to(torch.int32).reshape(*x.shape[:-1], 1)
-    mixed = (tokens ^ channels) * 0x7FEB352D  # the finalizer "lowbias32" without its last step, which changes low bits
-    mixed = (mixed ^ (mixed >> 15 & 0x1FFFF)) * -0x7B935975
+    mixed = tokens ^ channels
+    mixed *= 0x7FEB352D  # the finalizer "lowbias32" without its last step, which changes low bits
+    mixed ^= (mixed >> 15).bitwise_and_(0x1FFFF)
+    mixed *= -0x7B935975
     return torch.where(mixed >= int(p * 2**32) - 2**31, x * (1 / (1 - p)), 0.0)
 
 
