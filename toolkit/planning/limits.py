@@ -47,7 +47,7 @@ class Limits:
         max_tokens: Input tokens of the run.
         last_step: The last step of the run. Differs from ``total_steps`` if that is an estimate from ``max_tokens``
             and the mean length of ragged rows. The estimate only determines the LR schedule.
-        max_seconds: Wall-time limit of this launch in seconds, beside another limit.
+        max_seconds: Wall-time limit of this launch in seconds, in addition to another limit.
         total_seconds: Training time of the run over all launches, if nothing else limits it.
     """
 

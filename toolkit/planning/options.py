@@ -59,7 +59,7 @@ def check_options(args: RunArgs) -> None:
 def check_start(args: RunArgs, *, writes: bool = True, has_callbacks: bool = False) -> None:
     """Check processes, packages and files before a run starts, and with ``writes`` also --out_dir and --resume.
 
-    ``has_callbacks``: the run has other callbacks than those of --callbacks.
+    ``has_callbacks``: the run has callbacks in addition to --callbacks.
 
     Skips files in a process that a launcher started, because rank 0 may already be writing.
     """

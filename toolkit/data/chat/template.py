@@ -193,7 +193,7 @@ class ChatTemplate(TemplateRenderer):
         return text, spans
 
     def _require_own_text(self, messages: Conversation, parts: list[str], eos: str, tools: Tools) -> None:
-        """Raise UserError if a part with loss has text of another role: it is not the same beside another text."""
+        """Raise UserError if a part with loss has text of another role: other text around it changes it."""
         placeholders = {
             i: f"message{i}placeholder"
             for i, message in enumerate(messages)
