@@ -88,7 +88,8 @@ def mfu_per_token(work: Work, config: ModelConfig) -> float | None:
         return None
     import torch
 
-    from toolkit.measure.flops import flops_per_token, peak_flops
+    from toolkit.distributed.device import peak_flops
+    from toolkit.models.flops import flops_per_token
     from toolkit.models.gpt import GPT
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

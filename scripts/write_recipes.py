@@ -85,7 +85,7 @@ def plan(recipe: Recipe) -> tuple[str, str, str]:
     """Return hardware, planned memory and predicted time as `toolkit plan` computes them."""
     from toolkit.cli.parser import parse
     from toolkit.commands import plan as command
-    from toolkit.measure.gpus import GPUS as SPECS
+    from toolkit.distributed.gpus import GPUS as SPECS
     from toolkit.planning.plan import device_spec_of, plan_run, run_args_of
     from toolkit.planning.predict import predict
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from toolkit.measure.gpus import GPUS
+from toolkit.distributed.gpus import GPUS
 from toolkit.measure.micro_step import seconds
 from toolkit.measure.operators import OperatorRecorder
 

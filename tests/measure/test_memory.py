@@ -20,7 +20,7 @@ from toolkit.distributed.stages import STAGES_PER_RANK
 from toolkit.distributed.strategy import StrategyPlan, plan_strategy
 from toolkit.measure import trace
 from toolkit.measure.inputs import MemoryInputs
-from toolkit.measure.memory import Memory, count_parameters, plan_memory
+from toolkit.measure.memory import Memory, plan_memory
 from toolkit.measure.optimizer import state_bytes
 from toolkit.measure.trace import StepMemory, step_memory
 from toolkit.models import aligned, attention
@@ -31,6 +31,7 @@ from toolkit.models.config import ModelConfig
 from toolkit.models.context_parallel import ContextGroup
 from toolkit.models.distillation import DistillationLoss, DistillationOptions
 from toolkit.models.families import get_config
+from toolkit.models.flops import count_parameters
 from toolkit.models.fp8 import convert_to_fp8
 from toolkit.models.gpt import GPT
 from toolkit.models.head import Head

@@ -10,14 +10,13 @@ from helpers.gpu_products import head_chunk_ms
 
 from toolkit.cli import main
 from toolkit.config import FSDPArgs
+from toolkit.distributed.gpus import GPUS, find_gpu
 from toolkit.distributed.mesh import Layout
 from toolkit.distributed.strategy import StrategyPlan
 from toolkit.errors import UserError
 from toolkit.measure import trace as tracing
 from toolkit.measure.cuda_on_meta import CUDA, cuda_on_meta
-from toolkit.measure.flops import flops_per_token, matmul_parameters
 from toolkit.measure.fusion import fuse
-from toolkit.measure.gpus import GPUS, find_gpu
 from toolkit.measure.inputs import MemoryInputs
 from toolkit.measure.links import communication
 from toolkit.measure.micro_step import host_seconds, seconds, traced_kernels
@@ -27,6 +26,7 @@ from toolkit.measure.parameters import stored_parameters
 from toolkit.measure.trace import LOSS, trace_micro_step
 from toolkit.models.block import Block
 from toolkit.models.families import get_config
+from toolkit.models.flops import flops_per_token, matmul_parameters
 from toolkit.models.gpt import model_on_meta
 from toolkit.models.lora import adapted_on_meta
 from toolkit.models.lora_config import LoRAConfig

@@ -14,9 +14,9 @@ from toolkit.checkpoints.hf.export_hf import export_hf
 from toolkit.checkpoints.hf.import_hf import import_hf
 from toolkit.checkpoints.weights import load_weights
 from toolkit.errors import UserError
-from toolkit.measure.flops import flops_per_token, matmul_parameters
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import config_from_hf, family_of, get_config
+from toolkit.models.flops import flops_per_token, matmul_parameters
 from toolkit.models.gpt import GPT
 from toolkit.models.kv_cache import KVCache
 

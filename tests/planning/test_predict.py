@@ -12,10 +12,10 @@ from helpers.gpu_products import head_chunk_ms
 from toolkit.cli import main
 from toolkit.commands import pretrain
 from toolkit.config.command import parse_object
+from toolkit.distributed.gpus import GPUS
 from toolkit.errors import UserError
-from toolkit.measure.flops import flops_per_token
-from toolkit.measure.gpus import GPUS
 from toolkit.models.families import get_config
+from toolkit.models.flops import flops_per_token
 from toolkit.models.gpt import model_on_meta
 from toolkit.planning.auto import flags_of
 from toolkit.planning.plan import plan_run

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Literal
 
 from toolkit.config import AUTO, RunOptions
+from toolkit.distributed.gpus import find_gpu
 from toolkit.distributed.restarts import resuming
 from toolkit.errors import UserError, option_text
 from toolkit.io.paths import is_url
 from toolkit.launching import FORMATS
 from toolkit.launching.job import CommandLine, Job
-from toolkit.measure.gpus import find_gpu
 from toolkit.planning.training_options import TrainingOptions
 
 

@@ -10,8 +10,8 @@ from typing import Literal
 from jsonargparse.typing import PositiveFloat
 
 from toolkit.config import TrainingCommand
+from toolkit.distributed.gpus import find_gpu
 from toolkit.errors import notice
-from toolkit.measure.gpus import find_gpu
 from toolkit.planning.compatibility import ROWS
 from toolkit.planning.training_options import TrainingOptions
 from toolkit.ui.plan import format_plan, format_simulation, plan_summary, speed_summary

@@ -11,8 +11,8 @@ from toolkit.checkpoints.folder import write_model_files
 from toolkit.checkpoints.weights import load_weights
 from toolkit.data.tokenizer import train_bpe
 from toolkit.diagnostics.prove_row import STEPS, Machine, NotRunError, Outcome, Row, metrics_of
+from toolkit.distributed.gpus import find_gpu
 from toolkit.errors import UserError, require_bitsandbytes
-from toolkit.measure.gpus import find_gpu
 from toolkit.models.families import get_config
 from toolkit.models.fp8 import require_fp8
 from toolkit.models.gpt import GPT

@@ -142,3 +142,16 @@ def deterministic_algorithms(enabled: bool) -> Iterator[None]:
 def count_devices(accelerator: str) -> int | None:
     """Return the number of devices on this machine; None for the CPU, which any number of processes can share."""
     return {"cuda": torch.cuda.device_count(), "mps": 1}.get(accelerator)
+
+
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """Return the device's dense peak for the precision, in FLOP/s; None if unknown (a CPU, an unlisted GPU)."""
+    if device.type != "cuda" or precision == "32-true":  # 32-true may or may not use TF32
+        return None
+    from toolkit.distributed.gpus import gpu_of_driver
+
+    name = torch.cuda.get_device_name(device)
+    # an instance's compute in slices of 7: "NVIDIA H200 MIG 3g.71gb", "... MIG 1c.3g.71gb" with 1 of its slices
+    slices = re.search(r"\bMIG (\d)[cg]\.", name)
+    gpu = gpu_of_driver(name)
+    return gpu and gpu.peak * (int(slices[1]) / 7 if slices else 1.0)

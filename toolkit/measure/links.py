@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
+from toolkit.distributed.gpus import GpuSpec
 from toolkit.distributed.units import EMBEDDING, HEAD, Unit, plan_units
 from toolkit.measure.gathered import unit_sizer
-from toolkit.measure.gpus import GpuSpec
 from toolkit.measure.inputs import FP32, MemoryInputs
 from toolkit.measure.parameters import stored_parameters
 from toolkit.models.block import Block

@@ -11,10 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from torch import nn
-
 from toolkit.distributed.stages import STAGES_PER_RANK, activations_in_flight
-from toolkit.measure.flops import matmul_parameters
 from toolkit.measure.gathered import FSDPMemory, fsdp_memory
 from toolkit.measure.inputs import FP32, MemoryInputs
 from toolkit.measure.optimizer import optimizer_bytes, update_bytes
@@ -28,6 +25,7 @@ from toolkit.measure.parameters import (
 )
 from toolkit.measure.sample import model_of, select_layers
 from toolkit.measure.trace import StepMemory, step_memory
+from toolkit.models.flops import count_parameters
 from toolkit.models.gpt import GPT
 
 # CUDA context, cuBLAS workspace and allocator fragmentation: a rule of thumb; measured contexts take 0.3 to 0.6 GB.
@@ -121,27 +119,6 @@ class Memory:
 
     def _own_parts(self) -> dict[str, float]:
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NO_PARTS}
-
-
-@dataclass(frozen=True)
-class Parameters:
-    """Parameter counts.
-
-    Args:
-        total: All parameters, including adapters; tied parameters count once.
-        trained: Trainable parameters.
-        matmul: Parameters used in a matmul for every token (see :mod:`toolkit.measure.flops`).
-    """
-
-    total: int
-    trained: int
-    matmul: int
-
-
-def count_parameters(model: nn.Module) -> Parameters:
-    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
-    trained = sum(size for size, is_trained in sizes if is_trained)
-    return Parameters(sum(size for size, _ in sizes), trained, matmul_parameters(model))
 
 
 def plan_memory(inputs: MemoryInputs, model: GPT | None = None, step: StepMemory | None = None) -> Memory:

@@ -4,8 +4,8 @@ An operator takes the maximum of bytes / memory bandwidth and FLOPs / rate of it
 tutorials/predicted_speed.md compares predictions with measurements and published figures.
 """
 
+from toolkit.distributed.gpus import GpuSpec
 from toolkit.measure.fusion import FUSED, fuse
-from toolkit.measure.gpus import GpuSpec
 from toolkit.measure.inputs import FP32, MemoryInputs
 from toolkit.measure.operators import Op
 from toolkit.measure.trace import LOSS, Trace, trace_micro_step

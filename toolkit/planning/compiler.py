@@ -3,8 +3,8 @@
 import math
 
 from toolkit.config import AUTO
+from toolkit.distributed.gpus import GPUS, GpuSpec, gpu_of_driver
 from toolkit.extension import registered
-from toolkit.measure.gpus import GPUS, GpuSpec, gpu_of_driver
 from toolkit.measure.micro_step import micro_step_seconds
 from toolkit.measure.sample import one_layer_of_each_kind
 from toolkit.planning.resolve import ResolvedConfig, memory_inputs

@@ -14,12 +14,13 @@ from toolkit.distributed.stages import describe_stages
 from toolkit.distributed.units import describe_units, plan_units
 from toolkit.distributed.world import detect_world
 from toolkit.errors import UserError, count_of
-from toolkit.measure.memory import Memory, Parameters, count_parameters, plan_memory
+from toolkit.measure.memory import Memory, plan_memory
 from toolkit.measure.sample import model_of
 from toolkit.measure.trace import StepMemory
 from toolkit.models.block import Block
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import get_config, suggest_names
+from toolkit.models.flops import Parameters, count_parameters
 from toolkit.models.gpt import GPT
 from toolkit.optim.schedule import describe_scaling
 from toolkit.planning.auto import resolve_auto

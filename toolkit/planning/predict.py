@@ -5,9 +5,8 @@ If the host takes longer to launch a micro-step than the GPU to run it, the diff
 
 from dataclasses import dataclass
 
+from toolkit.distributed.gpus import GpuSpec
 from toolkit.errors import UserError, first_line, require_option
-from toolkit.measure.flops import flops_per_token
-from toolkit.measure.gpus import GpuSpec
 from toolkit.measure.inputs import FP32, MemoryInputs
 from toolkit.measure.links import Communication, communication
 from toolkit.measure.micro_step import BANDWIDTH_SHARE, host_seconds, seconds, traced_kernels
@@ -15,6 +14,7 @@ from toolkit.measure.optimizer import is_fused, orthogonalization_flops
 from toolkit.measure.parameters import stored_parameters
 from toolkit.measure.sample import model_of
 from toolkit.models.attention_dispatch import needs_masks
+from toolkit.models.flops import flops_per_token
 from toolkit.optim.hybrid import Muon
 from toolkit.planning.plan import RunPlan
 from toolkit.planning.resolve import memory_inputs
@@ -33,7 +33,7 @@ class Prediction:
             update); and communication that does not overlap with computation.
         links: All communication, including overlapped.
         tokens: Tokens of a step, over all devices.
-        mfu: See :func:`toolkit.measure.flops.flops_per_token`; None for 32-true, as in a run.
+        mfu: See :func:`toolkit.models.flops.flops_per_token`; None for 32-true, as in a run.
         kernels: Number of kernels of a micro-step on one device.
         bytes: Bytes that the kernels read and write.
         notes: Effects that the prediction ignores.

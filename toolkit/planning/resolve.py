@@ -18,12 +18,12 @@ from toolkit.distributed.mesh import Layout, data_devices
 from toolkit.distributed.strategy import StrategyPlan, plan_strategy
 from toolkit.distributed.tensor_parallel import require_divisible
 from toolkit.errors import UserError
-from toolkit.measure.flops import matmul_parameters
 from toolkit.measure.inputs import FP32, MemoryInputs
-from toolkit.measure.memory import count_parameters, plan_memory
+from toolkit.measure.memory import plan_memory
 from toolkit.measure.sample import model_of
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import DEFAULT_MODEL, family_of, get_config
+from toolkit.models.flops import count_parameters, matmul_parameters
 from toolkit.models.fp8 import require_fp8
 from toolkit.models.gpt import GPT
 from toolkit.objectives import Objective

@@ -8,8 +8,8 @@ from operator import attrgetter
 from typing import NamedTuple, get_args
 
 from toolkit.config import AUTO, ActivationCheckpointing
+from toolkit.distributed.gpus import GpuSpec
 from toolkit.errors import UserError
-from toolkit.measure.gpus import GpuSpec
 from toolkit.planning.advice import Step, apply_steps
 from toolkit.planning.auto import MAX_BATCH_MEMORY_FRACTION, MICRO_BATCH_SIZE, micro_batch_sizes
 from toolkit.planning.plan import RunPlan, plan_run

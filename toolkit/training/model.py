@@ -25,11 +25,11 @@ from toolkit.distributed.private_lightning import FabricModule
 from toolkit.distributed.tensor_parallel import split_model
 from toolkit.errors import UserError
 from toolkit.extension import load_registered
-from toolkit.measure.flops import flops_per_token
 from toolkit.models.activation_checkpointing import checkpoint_blocks
 from toolkit.models.block import Block
 from toolkit.models.config import ModelConfig
 from toolkit.models.context_parallel import ContextGroup
+from toolkit.models.flops import flops_per_token
 from toolkit.models.fp8 import SIZE_MULTIPLE, convert_to_fp8, gather_in_fp8
 from toolkit.models.gpt import GPT
 from toolkit.models.head import pad_head

@@ -10,7 +10,7 @@ from toolkit.checkpoints.fingerprint import base_fingerprint
 from toolkit.config import AUTO, EvalArgs, TrainArgs
 from toolkit.data.base import PreparedData, is_ragged, mean_length, row_lengths
 from toolkit.errors import UserError
-from toolkit.measure.flops import flops_per_token
+from toolkit.models.flops import flops_per_token
 from toolkit.optim.schedule import Schedule
 from toolkit.planning.frozen import frozen_flag, require_same_vocabulary
 from toolkit.planning.limits import Limits, Progress, require_within_limits

@@ -1,4 +1,4 @@
-"""N8 honest-throughput: measure tokens per second, MFU and peak memory. See toolkit.measure.flops for FLOPs."""
+"""N8 honest-throughput: measure tokens per second, MFU and peak memory. See toolkit.models.flops for FLOPs."""
 
 import resource
 import sys

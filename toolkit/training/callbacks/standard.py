@@ -14,10 +14,10 @@ from toolkit.data.base import row_count
 from toolkit.data.interleave import MixtureOrder
 from toolkit.data.order import SampleOrder
 from toolkit.distributed import ranks
+from toolkit.distributed.device import peak_flops
 from toolkit.distributed.private_lightning import FabricModule
 from toolkit.errors import UserError
 from toolkit.io.tempfiles import sweep
-from toolkit.measure.flops import peak_flops
 from toolkit.metrics import direction_of
 from toolkit.metrics.best import VAL, BestMetric
 from toolkit.objectives.base import LOSS, checked_parts

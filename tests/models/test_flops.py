@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from toolkit.measure.flops import flops_per_token, matmul_parameters, peak_flops
+from toolkit.distributed.device import peak_flops
 from toolkit.models.families import get_config
+from toolkit.models.flops import flops_per_token, matmul_parameters
 from toolkit.models.gpt import GPT
 from toolkit.models.lora import adapted_on_meta
 from toolkit.models.lora_config import LoRAConfig

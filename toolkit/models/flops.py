@@ -1,16 +1,35 @@
-"""N8 honest-throughput: FLOPs of a training step, by a stated formula, and the peak of the device."""
+"""Count parameters and FLOPs of a training step, by a stated formula (N8 honest-throughput)."""
 
-import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 
-import torch
 from torch import nn
 
-from toolkit.measure.gpus import gpu_of_driver
 from toolkit.models.config import ModelConfig
 from toolkit.models.head import Score
 from toolkit.models.lora import TRAINED_SCORE, is_adapter
 from toolkit.models.moe import StackedLinear
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Parameter counts.
+
+    Args:
+        total: All parameters, including adapters; tied parameters count once.
+        trained: Trainable parameters.
+        matmul: Parameters used in a matmul for every token, see :func:`matmul_parameters`.
+    """
+
+    total: int
+    trained: int
+    matmul: int
+
+
+def count_parameters(model: nn.Module) -> Parameters:
+    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    trained = sum(size for size, is_trained in sizes if is_trained)
+    return Parameters(sum(size for size, _ in sizes), trained, matmul_parameters(model))
 
 
 def matmul_parameters(model: nn.Module) -> int:
@@ -50,14 +69,3 @@ def flops_per_token(
     per_parameter = (2, 2) if forward_only else (4, 6)
     linear = sum(per_parameter[is_trained] * size for size, is_trained in _matmul_sizes(model))
     return linear + attention * (0.5 if causal else 1.0) / (3 if forward_only else 1)
-
-
-def peak_flops(device: torch.device, precision: str) -> float | None:
-    """Return the device's dense peak for the precision, in FLOP/s; None if unknown (a CPU, an unlisted GPU)."""
-    if device.type != "cuda" or precision == "32-true":  # 32-true may or may not use TF32
-        return None
-    name = torch.cuda.get_device_name(device)
-    # an instance's compute in slices of 7: "NVIDIA H200 MIG 3g.71gb", "... MIG 1c.3g.71gb" with 1 of its slices
-    slices = re.search(r"\bMIG (\d)[cg]\.", name)
-    gpu = gpu_of_driver(name)
-    return gpu and gpu.peak * (int(slices[1]) / 7 if slices else 1.0)
