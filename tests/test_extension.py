@@ -1,5 +1,6 @@
 """Extensions: a module with one of everything, used through the command line as a package's user would."""
 
+import re
 import sys
 import textwrap
 
@@ -73,6 +74,35 @@ class Replicas:
 
     def build(self, plan, groups, *, precision, block_classes):
         return DDPStrategy, {}
+
+
+class Order(toolkit.Callback):
+    def __init__(self, place, checkpointer=None):
+        self.place, self.columns = place, (f"{place}_rows",) * (place in ("before", "metrics"))
+        print(f"{place}: built" + " with a model" * (checkpointer is not None))
+
+    def on_log(self, trainer, metrics):
+        with open(trainer.out_dir / "logs" / "metrics.csv") as file:
+            rows = sum(1 for line in file)
+        print(f"{self.place}: {sorted(metrics.keys() & {'half_loss', 'before_rows'})}, {rows} lines")
+        metrics |= dict.fromkeys(self.columns, rows)
+
+
+def before(launch, stack):
+    stack.callback(print, "closed")
+    return [Order("before")]
+
+
+def metrics(launch, stack):
+    return [lambda checkpointer: Order("metrics", checkpointer)]
+
+
+def outputs(launch, stack):
+    return print("already finished") if launch.is_finished else [Order("outputs")]
+
+
+def after(launch, stack):
+    return [Order("after")]
 
 
 def check(args):
@@ -164,6 +194,28 @@ def test_run_with_one_of_everything_is_recorded_and_repeats(tmp_path, capsys):
     assert (tmp_path / "b/final/lit_model.pth").read_bytes() == (final / "lit_model.pth").read_bytes()
 
 
+def test_callbacks_of_every_run_have_their_places(tmp_path, capsys):
+    paths = {place: f"letters_parts.{place}" for place in extension.PLACES}
+    (tmp_path / "letters.py").write_text(INIT.replace("    check=", f"    run_callbacks={paths},\n    check="))
+    words = ["pretrain", "letter-llama", "--extensions", "letters", *RUN, "--train.log_interval", "2", "--out_dir", "a"]
+    words += ["--eval.interval", "0", "--eval.final_validation", "false"]
+    places = "(?:before|metrics|outputs|after|closed|already)"
+    assert main([*words, "--dry_run", "true"]) == 0
+    lines = re.findall(rf"^{places}.*", capsys.readouterr().out, re.M)
+    assert lines == ["before: built", "outputs: built", "after: built", "closed"]
+    assert main(words) == 0
+    assert re.findall(rf"^{places}.*", capsys.readouterr().out, re.M) == [
+        "before: built", "outputs: built", "after: built", "metrics: built with a model",
+        "before: [], 1 lines", "metrics: ['before_rows', 'half_loss'], 1 lines",
+        "outputs: ['before_rows', 'half_loss'], 2 lines", "after: ['before_rows', 'half_loss'], 2 lines", "closed",
+    ]  # fmt: skip
+    header = (tmp_path / "a/logs/metrics.csv").read_text().splitlines()[0]
+    assert re.search(r"before_rows,half_loss,metrics_rows", header), header
+    assert main([*words, "--resume", "auto"]) == 0
+    shown = capsys.readouterr().out
+    assert "already finished" in shown and "built" not in shown and "closed" not in shown
+
+
 def test_checkpoint_without_its_extension_names_what_is_missing(tmp_path, capsys):
     assert main(["pretrain", "letter-llama", "--extensions", "letters", *RUN, "--out_dir", "a"]) == 0
     extension._module_extensions.clear()
@@ -243,6 +295,8 @@ def test_mistakes_are_one_line(tmp_path, capsys):
     (tmp_path / "modelled_family.py").write_text(modelled)
     (tmp_path / "partly.py").write_text(INIT.replace('"letters_family"', '"letters_options"'))
     (tmp_path / "listed.py").write_text(INIT.replace('{"Noise": "letters_parts.Noise"}', '["letters_parts.Noise"]'))
+    misplaced = INIT.replace("    check=", '    run_callbacks={"first": "letters_parts.Halve"},\n    check=')
+    (tmp_path / "misplaced.py").write_text(misplaced)
     (tmp_path / "loose.py").write_text(INIT.replace("letters_options.LettersArgs", "letters_parts.Log"))
     (tmp_path / "long.py").write_text(LONG)
     cases = {
@@ -259,6 +313,7 @@ def test_mistakes_are_one_line(tmp_path, capsys):
         "--extensions shapes --data NoSuch": "--data NoSuch: no such class",  # configurations of llama only
         "--extensions partly": "extension partly: family letters: letters_options has no CONFIGS",
         "--extensions listed": "TypeError: data ['letters_parts.Noise']: must map names to dotted paths",
+        "--extensions misplaced": "TypeError: run_callbacks first: must be one of before, metrics, outputs, after",
         "--extensions loose": "extension loose: option_groups letters: must be a dataclass with defaults",
         "--extensions long --data NoSuch": "--data NoSuch: no such class; known are",
         "--extensions long --data Broken": "extension long: data Broken: long.Missing: long has no Missing",

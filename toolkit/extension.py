@@ -20,10 +20,12 @@ from toolkit.errors import UserError, notice, one_line
 GROUP = "toolkit.extensions"
 KINDS = (
     "families", "data", "compilers", "strategies", "loggers", "callbacks", "optimizers", "objectives",
-    "option_groups", "metrics",
+    "option_groups", "metrics", "run_callbacks",
 )  # fmt: skip
 """The fields of :class:`Extension` that hold names."""
 Names = Mapping[str, str]
+PLACES = ("before", "metrics", "outputs", "after")
+"""The names of :attr:`Extension.run_callbacks`, in the order of a run's callbacks."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class Extension:
         objectives: Classes derived from :class:`toolkit.objectives.Objective`, for ``--objective``.
         option_groups: Frozen dataclasses, whose fields are options of the training commands: ``--GROUP.FIELD``.
         metrics: Functions of generated answers, see :mod:`toolkit.metrics`, for ``--eval.metric``.
+        run_callbacks: Functions ``make(launch, stack)`` that add callbacks to every run, by their place in
+            :data:`PLACES`, see :func:`toolkit.training.callbacks.registered.make_callbacks`.
         check: Path of a function that gets the :class:`toolkit.planning.run_args.RunArgs` of every run and raises a
             UserError if options of the extension have no effect or are incompatible.
     """
@@ -58,6 +62,7 @@ class Extension:
     objectives: Names = field(default_factory=dict)
     option_groups: Names = field(default_factory=dict)
     metrics: Names = field(default_factory=dict)
+    run_callbacks: Names = field(default_factory=dict)
     check: str | None = None
 
     def __post_init__(self) -> None:
@@ -66,6 +71,8 @@ class Extension:
             pairs = names.items() if isinstance(names, Mapping) else [(names, None)]
             if not all(isinstance(name, str) and isinstance(path, str) for name, path in pairs):
                 raise TypeError(f"{kind} {names}: must map names to dotted paths, as strings")
+        if unknown := [place for place in self.run_callbacks if place not in PLACES]:
+            raise TypeError(f"run_callbacks {unknown[0]}: must be one of {', '.join(PLACES)}")
 
 
 LIBRARIES = Extension(
@@ -150,6 +157,13 @@ def load_registered(kind: str, name: str) -> Any:
     """Import the object that an extension registers under a name."""
     entry = registered(kind)[name]
     return load_object(entry.path, f"extension {entry.origin}: {kind} {name}: {entry.path}")
+
+
+def load_from_all(kind: str, name: str) -> Iterator[Any]:
+    """Import what each extension registers under a name that several may have."""
+    for origin, extension in extensions().items():
+        if (path := getattr(extension, kind).get(name)) is not None:
+            yield load_object(path, f"extension {origin}: {kind} {name}: {path}")
 
 
 def run_checks(args: Any) -> None:

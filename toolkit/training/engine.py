@@ -28,6 +28,7 @@ from toolkit.planning.run_args import RunArgs
 from toolkit.training.build import build_checkpointer, build_models, build_reader
 from toolkit.training.callbacks.answers import make_answer_metrics
 from toolkit.training.callbacks.loading import load_callbacks
+from toolkit.training.callbacks.registered import make_callbacks, with_checkpointer
 from toolkit.training.callbacks.samples import make_sampler
 from toolkit.training.callbacks.spikes import SkipSpikes
 from toolkit.training.callbacks.standard import build_callbacks, finish_run
@@ -110,6 +111,7 @@ def open_run(
     if is_alone(config):
         report_dry_run(launch, build_reader(launch, stack))
         return None
+    made = {} if launch.is_short else make_callbacks(launch, stack)
     callbacks = [*callbacks, *make_answer_metrics(launch, stack)]
     launch = replace(launch, data=with_reference(launch))
     state, display = launch.state, launch.display
@@ -130,7 +132,8 @@ def open_run(
         checkpointer.leaders = disk_leaders(launch.out_dir, world.local_rank == 0, launch.remote is not None)
     if launch.args.eval.tasks is not None:
         callbacks.append(TaskMetrics(launch, checkpointer))
-    all_callbacks = build_callbacks(launch, model, reader.order, callbacks, sampler, stack, checkpointer.leaders)
+    added = with_checkpointer(made, checkpointer)
+    all_callbacks = build_callbacks(launch, model, reader.order, callbacks, sampler, stack, checkpointer.leaders, added)
     if state.resume_from is not None:
         load_callback_states(all_callbacks, state.callbacks, display.message)
     callback_states(all_callbacks)  # fail now if a state cannot be saved

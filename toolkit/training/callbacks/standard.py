@@ -1,7 +1,7 @@
 """The callbacks of a run: built-in ones by its options, and the user's."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
 from toolkit.checkpoints.lock import exclusive_lock
@@ -35,6 +35,7 @@ from toolkit.training.callbacks.metrics import (
 )
 from toolkit.training.callbacks.mixture import MixtureShares
 from toolkit.training.callbacks.profile import Profile
+from toolkit.training.callbacks.registered import make_callbacks
 from toolkit.training.callbacks.replicas import ReplicaCheck
 from toolkit.training.callbacks.samples import Sampler
 from toolkit.training.callbacks.spikes import SkipSpikes
@@ -55,10 +56,12 @@ def build_callbacks(
     sampler: Sampler | None,
     stack: ExitStack,
     leaders: list[int],
+    added: Mapping[str, list[Callback]],
 ) -> list[Callback]:
     """Return all callbacks in order: checks, throughput, the user's, outputs, early stopping and best checkpoint.
 
-    ``stack`` holds rank 0's lock on the folder until the run ends. ``leaders`` as in :class:`Checkpointer`.
+    ``stack`` holds rank 0's lock on the folder until the run ends. ``leaders`` as in :class:`Checkpointer`. ``added``
+    are those of extensions by place.
     """
     args, state = launch.args, launch.state
     if launch.is_short:
@@ -69,6 +72,7 @@ def build_callbacks(
         ReplicaCheck(state.model),
         ThroughputMonitor(throughput),
         Energy(launch.fabric.device),
+        *added["before"],
     ]
     if args.profile:
         callbacks.append(Profile(args.profiler))
@@ -76,7 +80,7 @@ def build_callbacks(
         callbacks.append(SkipSpikes(args.train.skip_spikes))
     if isinstance(order, MixtureOrder):
         callbacks.append(MixtureShares(order))
-    callbacks += user_callbacks
+    callbacks += [*user_callbacks, *added["metrics"]]
     columns = [name for callback in callbacks for name in callback.columns]
     directions = {
         name: direction_of(callback.higher_is_better, name)
@@ -105,12 +109,15 @@ def build_callbacks(
         launch.display.message(f"{name} is the checkpoint with {best}; see --eval.best_by and --eval.best_mode")
     wait_reporter = ranks.WaitReporter(f"open {launch.out_dir}", launch.display.message)
     csv = ranks.run_on_rank0(lambda: open_metrics(launch, columns, stack), wait_reporter)
-    callbacks += ranks.run_on_rank0(lambda: log_to(launch, csv)) or []
+    callbacks += [MetricsFile(csv)] if csv is not None else []
+    callbacks += added["outputs"]
+    callbacks += ranks.run_on_rank0(lambda: [start_loggers(launch, csv)]) or []
     if launch.remote is not None:
         callbacks.append(start_uploads(launch.remote, launch, stack, leaders))
     if ranks.global_rank() == 0:
         callbacks.append(Console())  # after the uploads, because it prints the final summary
         callbacks += [KubeflowStatus()] if os.environ.get(f"{SERVER}_URL") else []
+    callbacks += added["after"]
     if sampler is not None:
         callbacks.append(sampler)
     if args.train.patience is not None:
@@ -140,13 +147,13 @@ def open_metrics(launch: Launch, columns: list[str], stack: ExitStack) -> Metric
     return csv
 
 
-def log_to(launch: Launch, csv: MetricsCSV | None) -> list[Callback]:
-    """Return the callbacks that write metrics.csv and log to the run's loggers. On rank 0."""
+def start_loggers(launch: Launch, csv: MetricsCSV | None) -> Callback:
+    """Return the callback that logs to the run's loggers. On rank 0."""
     assert csv is not None
     step = None if launch.state.resume_from is None else launch.state.progress.step
     values = resolved_hyperparameters(launch.config)
     loggers = make_loggers(launch.args.logger_name, launch.out_dir, launch.args.log, values, step, csv.logged_step)
-    return [MetricsFile(csv), ExternalLoggers(loggers)]
+    return ExternalLoggers(loggers)
 
 
 def start_uploads(remote: RemoteRun, launch: Launch, stack: ExitStack, leaders: Sequence[int] = ()) -> Upload:
@@ -178,6 +185,7 @@ def finish_run(launch: Launch, stack: ExitStack) -> None:
         sweep(launch.out_dir)
         if not is_current(launch.out_dir, REPORT):
             write_report(launch.out_dir, "finished")
+    make_callbacks(launch, stack, ["outputs"])
     if remote is not None:
         ranks.run_on_rank0(lambda: stack.enter_context(exclusive_lock(remote.out_dir)))
         start_uploads(remote, launch, stack).finish()
