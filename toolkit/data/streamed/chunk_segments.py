@@ -11,7 +11,7 @@ import numpy as np
 
 from toolkit.data.base import Report, Values
 from toolkit.data.cache import CRC_FILE, hash_inputs
-from toolkit.data.streamed.files import RETRY_DELAYS, is_url, open_storage
+from toolkit.io.source_files import RETRY_DELAYS, is_url, open_storage
 from toolkit.data.streamed.source import SegmentCounts, Source
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.data.tokens.chunks import INDEX, PIECE, ChunkedArray, ChunkIndex

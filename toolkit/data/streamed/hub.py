@@ -15,7 +15,7 @@ from huggingface_hub.errors import EntryNotFoundError
 
 from toolkit.data.base import Values
 from toolkit.data.hub_errors import hub_errors, require_repo_id
-from toolkit.data.streamed.files import SourceFile, SourceFiles, is_supported, list_path, require_text
+from toolkit.io.source_files import SourceFile, SourceFiles, is_supported, list_path, require_text
 from toolkit.errors import UserError, join_first
 from toolkit.io.safe_parse import parse_yaml, read_bounded
 from toolkit.io.threads import call_with_timeout
@@ -75,7 +75,7 @@ def list_split(repository: Repository, subset: str | None, split: str) -> Source
 
 def list_url(url: str, option: str) -> SourceFiles:
     """List the files of ``hf://datasets/ORGANIZATION/NAME[@REVISION]/GLOB``, or of a path or URL on other storage, see
-    :func:`~toolkit.data.streamed.files.list_path`."""
+    :func:`~toolkit.io.source_files.list_path`."""
     if not url.startswith("hf://"):
         return list_path(url, option)
     where = f"--data.{option} {url}"

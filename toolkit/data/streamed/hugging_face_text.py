@@ -68,7 +68,7 @@ class HuggingFaceText(DataModule):
         require_positive("data", self, "max_cache_gb", "prepare_workers")
         size = trained_vocabulary(self)
         require(size > 256, "vocab_size", size, "must be at least 257, for the 256 bytes and <|endoftext|>")
-        from toolkit.data.streamed.files import require_no_secret
+        from toolkit.io.source_files import require_no_secret
 
         for name in self.takes_urls:
             if value := getattr(self, name):

@@ -13,7 +13,7 @@ from toolkit.data.base import PreparedData, Report, TokenDataset, trained_vocabu
 from toolkit.data.cache import choose_cache_dir, hash_inputs, throttle
 from toolkit.data.sft.readers import require_pyarrow
 from toolkit.data.streamed import segments
-from toolkit.data.streamed.files import SourceFiles, is_url, listing_hash
+from toolkit.io.source_files import SourceFiles, is_url, listing_hash
 from toolkit.data.streamed.order import RowSpans, SegmentRows, StreamedRows, describe_broken
 from toolkit.data.streamed.reader import SegmentRequest, StreamReader, folder_bytes, stop_workers
 from toolkit.data.streamed.source import SegmentCounts, TextSegments, segment_texts

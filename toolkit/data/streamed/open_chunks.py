@@ -10,7 +10,7 @@ from toolkit.data.base import Report, TokenDataset, Values
 from toolkit.data.cache import CRC_FILE, DAMAGE_ERRORS, MANIFEST, choose_cache_dir, hash_inputs
 from toolkit.data.sft.readers import require_pyarrow
 from toolkit.data.streamed.chunk_segments import ChunkSegments
-from toolkit.data.streamed.files import find_files, is_url, listing_hash, open_storage, storage_errors
+from toolkit.io.source_files import find_files, is_url, listing_hash, open_storage, storage_errors
 from toolkit.data.streamed.hub import open_url
 from toolkit.data.streamed.open import require_budget
 from toolkit.data.streamed.order import RowSpans, SegmentRows, StreamedRows

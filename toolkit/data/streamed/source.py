@@ -9,7 +9,7 @@ from typing import Any
 
 from toolkit.data.base import Report, Values
 from toolkit.data.cache import hash_inputs, throttle
-from toolkit.data.streamed.files import SourceFile
+from toolkit.io.source_files import SourceFile
 from toolkit.data.streamed.segments import BrokenFileError, Part, plan_segments, read_part
 from toolkit.data.text.documents import DocumentEnds, TextChunk, tokenize
 from toolkit.data.tokenizer import Tokenizer
@@ -76,7 +76,7 @@ class TextSegments(Source):
     Args:
         files: Files in segment order.
         segment_bytes: Target segment size in bytes.
-        identity: Result of :func:`~toolkit.data.streamed.files.listing_hash`.
+        identity: Result of :func:`~toolkit.io.source_files.listing_hash`.
         ends: How documents begin and end.
     """
 

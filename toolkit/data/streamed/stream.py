@@ -21,7 +21,7 @@ from pathlib import Path
 from toolkit.data.base import Report
 from toolkit.data.cache import DAMAGE_ERRORS, MANIFEST, publish, read_checksums, require_intact, staging_folder
 from toolkit.data.streamed.chunk_segments import ChunkSegments
-from toolkit.data.streamed.files import SourceFile
+from toolkit.io.source_files import SourceFile
 from toolkit.data.streamed.source import SegmentCounts, Source, TextSegments
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.data.tokens.store import TokenStore

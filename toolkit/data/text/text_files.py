@@ -133,7 +133,7 @@ class PythonStdlib(FileText):
 
 
 def _find_files(value: str, option: str) -> list[Path]:
-    from toolkit.data.streamed.files import find_files
+    from toolkit.io.source_files import find_files
 
     return [Path(file.url) for file in find_files(value, option)]
 
@@ -194,7 +194,7 @@ class CharText(FileText):
 
 def _fetch(url: str, cache_dir: str | None, report: Report) -> Path:
     """Download a file from any fsspec URL into the cache, unless cached. Return the local path."""
-    from toolkit.data.streamed.files import open_storage, require_no_secret, storage_errors
+    from toolkit.io.source_files import open_storage, require_no_secret, storage_errors
 
     require_no_secret(url, "path")
     folder = choose_cache_dir(cache_dir) / f"file-{hashlib.sha256(url.encode()).hexdigest()[:16]}"

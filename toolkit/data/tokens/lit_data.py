@@ -52,7 +52,7 @@ class LitData(DataModule):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_positive("data", self, "max_cache_gb")
-        from toolkit.data.streamed.files import require_no_secret
+        from toolkit.io.source_files import require_no_secret
 
         require_no_secret(self.data_path, "data_path")
 
