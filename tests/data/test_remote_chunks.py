@@ -24,7 +24,6 @@ from training.test_keep_best import same_weights
 from toolkit.cli import main
 from toolkit.data import LitData
 from toolkit.data.base import sample_order
-from toolkit.data.streamed import chunk_segments
 from toolkit.data.streamed.chunk_segments import ChunkSegments
 from toolkit.data.streamed.reader import stop_workers
 from toolkit.data.tokens.store import TokenWriter
@@ -183,7 +182,7 @@ def test_folder_of_prepare_data_keeps_its_splits_on_storage(tmp_path, capsys):
 
 def test_bad_chunks_are_one_line_and_never_used(dataset, tmp_path, monkeypatch):
     folder, _ = dataset
-    monkeypatch.setattr(chunk_segments, "RETRY_DELAYS", ())
+    monkeypatch.setattr("toolkit.io.storage.RETRY_DELAYS", ())
 
     def write(change) -> None:
         copy, out = tmp_path / "copy", tmp_path / "out"

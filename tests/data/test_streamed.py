@@ -26,13 +26,13 @@ from toolkit.data.base import row_count, sample_order
 from toolkit.data.streamed import segments
 from toolkit.data.streamed import source as source_module
 from toolkit.data.streamed import stream as stream_module
-from toolkit.io.source_files import list_path
 from toolkit.data.streamed.order import ROW_BITS
 from toolkit.data.streamed.reader import SegmentRequest, StreamReader, folder_bytes, stop_workers
 from toolkit.data.streamed.segments import plan_segments, read_part
 from toolkit.data.streamed.tokenize_worker import make_room
 from toolkit.errors import DataError, UserError
 from toolkit.io.safe_parse import MAX_ROW
+from toolkit.io.source_files import list_path
 
 T = 16
 

@@ -105,7 +105,7 @@ def test_hub_text_equals_local_text_and_survives_cut_connections(hub, tmp_path, 
     for name in ("part-0.parquet", "part-1.parquet"):
         (tmp_path / name).write_bytes(FILES[f"sample/{name}"])
     _, local = opened(tmp_path, path=str(tmp_path / "part-*.parquet"))
-    monkeypatch.setattr("toolkit.io.source_files.RETRY_DELAYS", (0, 0))
+    monkeypatch.setattr("toolkit.io.storage.RETRY_DELAYS", (0, 0))
     hub.broken = {"sample/part-0.parquet": 2, "sample/part-1.parquet": 1}
     _, remote = opened(tmp_path, repo_id=REPO, subset="sample")
     found = []

@@ -4,15 +4,14 @@ import glob
 import hashlib
 import io
 import re
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from toolkit.errors import UserError, join_first
-from toolkit.io.storage import StorageError, describe
+from toolkit.io.storage import StorageError, is_url, open_storage, storage_errors, with_retries
 
 # Format of each suffix. One of COMPRESSIONS may follow, except after .parquet.
 FORMATS = {
@@ -20,7 +19,6 @@ FORMATS = {
     ".md": "text",
 }  # fmt: skip
 COMPRESSIONS = (".gz", ".zst")
-RETRY_DELAYS = (0.5, 1, 2, 4, 8, 16, 30)  # seconds between attempts to read
 SUPPORTED = ".parquet, .jsonl or .txt, the last two also with .gz or .zst"
 
 _SAMPLED_FILES, _SAMPLE = 32, 1 << 16  # local files sampled for the listing hash; bytes per sample
@@ -70,17 +68,6 @@ def _suffixes(name: str) -> tuple[str, str]:
 
 def is_supported(name: str) -> bool:
     return _suffixes(name)[0] != ""
-
-
-def is_url(value: str) -> bool:
-    return "://" in value
-
-
-def open_storage(value: str) -> tuple[Any, str]:
-    """Return the fsspec file system of a path or URL, and the path in it."""
-    import fsspec
-
-    return fsspec.core.url_to_fs(value if is_url(value) else str(Path(value).expanduser().absolute()))
 
 
 def require_no_secret(value: str, option: str) -> None:
@@ -166,17 +153,6 @@ def listing_hash(files: SourceFiles) -> str:
     return digest.hexdigest()
 
 
-@contextmanager
-def storage_errors(where: str, url: str) -> Iterator[None]:
-    """Translate storage errors into a one-line UserError that starts with ``where``."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:  # each file system has its own exceptions
-        raise UserError(f"{where}: {describe(error, not is_url(url))}") from error
-
-
 class RetryingFile(io.RawIOBase):
     """A read-only, seekable file. Failed reads are retried on a new connection.
 
@@ -216,25 +192,22 @@ class RetryingFile(io.RawIOBase):
         super().close()
 
     def _read(self, size: int) -> bytes:
-        for delay in (*RETRY_DELAYS, None):
+        def read() -> bytes:
             try:
                 if self._opened is None:
                     self._opened = _open(self._source)
                 self._opened.seek(self._position)
-                content = self._opened.read(size)
-                break
-            except Exception as error:
+                return self._opened.read(size)
+            except Exception:
                 self._disconnect()
-                if delay is None or isinstance(error, FileNotFoundError | PermissionError):
-                    reason = describe(error, not is_url(self._source.url))
-                    raise StorageError(f"{self._source.name}: {reason}") from error
-                time.sleep(delay)
-        if not content:
-            raise StorageError(
-                f"{self._source.name}: has become shorter since the run read its size; restore the file as it was, or "
-                "start a new run with another --out_dir"
-            )
-        return content
+                raise
+
+        if content := with_retries(read, self._source.name, not is_url(self._source.url)):
+            return content
+        raise StorageError(
+            f"{self._source.name}: has become shorter since the run read its size; restore the file as it was, or "
+            "start a new run with another --out_dir"
+        )
 
     def _disconnect(self) -> None:
         if self._opened is not None:

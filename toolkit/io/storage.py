@@ -7,14 +7,18 @@ after a write. It does not rely on folders, renames or locks. fsspec's file syst
 import errno
 import re
 import secrets
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
 from toolkit.errors import UserError, causes_of, one_line
 from toolkit.io.safe_parse import MAX_BYTES
 
+T = TypeVar("T")
+
+RETRY_DELAYS = (0.5, 1, 2, 4, 8, 16, 30)  # seconds between attempts to read a file
 ATTEMPTS = 10  # of s3fs, over half a minute
 PROBE_ATTEMPTS = 5  # over a second
 # (what an error code, HTTP status, errno or exception name contains, what is wrong, the fix). The first match counts.
@@ -252,10 +256,51 @@ def describe(error: Exception, is_local: bool = False) -> str:
     return f"the storage failed ({reason}{f', HTTP status {status}' if status else ''}); try again later"
 
 
-def is_permanent(error: Exception) -> bool:
-    """Whether another attempt would fail too: something is missing or denied."""
-    is_denied = isinstance(error, FileNotFoundError | PermissionError | ImportError)
-    return is_denied or _response_code(error)[1] in (401, 403, 404)
+def is_url(value: str) -> bool:
+    """Whether fsspec reads a value as a URL, also a chained one."""
+    return "://" in value
+
+
+def open_storage(value: str) -> tuple[Any, str]:
+    """Return the fsspec file system of a path or URL, and the path in it."""
+    import fsspec
+
+    return fsspec.core.url_to_fs(value if is_url(value) else str(Path(value).expanduser().absolute()))
+
+
+@contextmanager
+def storage_errors(where: str, url: str) -> Iterator[None]:
+    """Translate storage errors into a one-line UserError that starts with ``where``."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # each file system has its own
+        raise UserError(f"{where}: {describe(error, not is_url(url))}") from error
+
+
+def with_retries(read: Callable[[], T], name: str, is_local: bool = False, reraised: Collection[int] = ()) -> T:
+    """Return ``read()``. Repeat it after an error that may pass.
+
+    Args:
+        name: What is read, for the message.
+        is_local: Whether it is a local file.
+        reraised: Error numbers of the disk that ``read`` writes to; these errors are raised as they are.
+
+    Raises:
+        StorageError: Something is missing or denied, or all attempts failed.
+    """
+    for delay in (*RETRY_DELAYS, None):
+        try:
+            return read()
+        except Exception as error:  # each library has its own
+            if isinstance(error, StorageError) or getattr(error, "errno", None) in reraised:
+                raise
+            is_denied = isinstance(error, FileNotFoundError | PermissionError | ImportError)
+            if delay is None or is_denied or _response_code(error)[1] in (401, 403, 404):
+                raise StorageError(f"{name}: {describe(error, is_local)}") from error
+            time.sleep(delay)
+    raise AssertionError  # unreachable: the last attempt returns or raises
 
 
 def _response_code(error: BaseException) -> tuple[str, int]:

@@ -1,7 +1,6 @@
 """Chunks of a LitData dataset as the segments of a stream. Each is downloaded with litdata, and verified."""
 
 import errno
-import time
 import zlib
 from functools import cached_property
 from itertools import chain
@@ -11,13 +10,12 @@ import numpy as np
 
 from toolkit.data.base import Report, Values
 from toolkit.data.cache import CRC_FILE, hash_inputs
-from toolkit.io.source_files import RETRY_DELAYS, is_url, open_storage
 from toolkit.data.streamed.source import SegmentCounts, Source
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.data.tokens.chunks import INDEX, PIECE, ChunkedArray, ChunkIndex
 from toolkit.data.tokens.store import TOKENS
 from toolkit.errors import DataError
-from toolkit.io.storage import StorageError, describe, is_permanent
+from toolkit.io.storage import StorageError, is_url, open_storage, with_retries
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 _SCHEMES = ("s3://", "gs://", "hf://", "azure://", "r2://")  # with a downloader in litdata
@@ -87,8 +85,9 @@ class ChunkSegments(Source):
 
 
 def _download(url: str, path: Path) -> None:
-    """Download a file with litdata, or with fsspec where it has no downloader. Repeat what may pass."""
-    for delay in (*RETRY_DELAYS, None):
+    """Download a file with litdata, or with fsspec where it has no downloader."""
+
+    def download() -> None:
         try:
             if url.startswith(_SCHEMES):
                 from litdata.streaming import downloader  # takes two seconds: only the worker imports it
@@ -102,16 +101,10 @@ def _download(url: str, path: Path) -> None:
                 fs.get_file(remote, str(path))
             if not path.is_file():
                 raise FileNotFoundError(url)
-            break
         except FileNotFoundError as error:
             raise _missing(url) from error
-        except Exception as error:  # each library has its own
-            if getattr(error, "errno", None) in _DISK_ERRORS:
-                raise
-            failed = error
-        if delay is None or is_permanent(failed):
-            raise StorageError(f"{url}: {describe(failed)}") from failed
-        time.sleep(delay)
+
+    with_retries(download, url, reraised=_DISK_ERRORS)
     for lock in path.parent.glob("*.lock"):  # of litdata
         lock.unlink()
 

@@ -15,9 +15,9 @@ from huggingface_hub.errors import EntryNotFoundError
 
 from toolkit.data.base import Values
 from toolkit.data.hub_errors import hub_errors, require_repo_id
-from toolkit.io.source_files import SourceFile, SourceFiles, is_supported, list_path, require_text
 from toolkit.errors import UserError, join_first
 from toolkit.io.safe_parse import parse_yaml, read_bounded
+from toolkit.io.source_files import SourceFile, SourceFiles, is_supported, list_path, require_text
 from toolkit.io.threads import call_with_timeout
 
 _TIMEOUT = 30  # seconds

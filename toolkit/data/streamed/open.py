@@ -13,7 +13,6 @@ from toolkit.data.base import PreparedData, Report, TokenDataset, trained_vocabu
 from toolkit.data.cache import choose_cache_dir, hash_inputs, throttle
 from toolkit.data.sft.readers import require_pyarrow
 from toolkit.data.streamed import segments
-from toolkit.io.source_files import SourceFiles, is_url, listing_hash
 from toolkit.data.streamed.order import RowSpans, SegmentRows, StreamedRows, describe_broken
 from toolkit.data.streamed.reader import SegmentRequest, StreamReader, folder_bytes, stop_workers
 from toolkit.data.streamed.source import SegmentCounts, TextSegments, segment_texts
@@ -22,7 +21,8 @@ from toolkit.data.text.documents import TAIL, added_bos, choose_ends, train_toke
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import DataError, UserError, count_of
 from toolkit.io.locks import file_lock
-from toolkit.io.storage import StorageError
+from toolkit.io.source_files import SourceFiles, listing_hash
+from toolkit.io.storage import StorageError, is_url
 from toolkit.io.tempfiles import sweep
 
 _FIRST_DOCUMENTS = 64  # to look at, for the key

@@ -10,7 +10,6 @@ from toolkit.data.base import Report, TokenDataset, Values
 from toolkit.data.cache import CRC_FILE, DAMAGE_ERRORS, MANIFEST, choose_cache_dir, hash_inputs
 from toolkit.data.sft.readers import require_pyarrow
 from toolkit.data.streamed.chunk_segments import ChunkSegments
-from toolkit.io.source_files import find_files, is_url, listing_hash, open_storage, storage_errors
 from toolkit.data.streamed.hub import open_url
 from toolkit.data.streamed.open import require_budget
 from toolkit.data.streamed.order import RowSpans, SegmentRows, StreamedRows
@@ -22,6 +21,8 @@ from toolkit.data.tokens.store import SPLITS, TOKENS, TokenStore
 from toolkit.errors import UserError, count_of
 from toolkit.io.atomic import write_atomic
 from toolkit.io.safe_parse import MAX_BYTES, parse_json
+from toolkit.io.source_files import find_files, listing_hash
+from toolkit.io.storage import is_url, open_storage, storage_errors
 from toolkit.io.tempfiles import sweep
 
 _TOKENIZER_FILES = (  # by name, as some storage cannot be listed

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 from typing import IO, Any, NamedTuple
 
 from toolkit.data.sft.messages import unique_keys
-from toolkit.io.source_files import RetryingFile, SourceFile
 from toolkit.data.text.documents import TextChunk, cut_text
 from toolkit.errors import UserError, causes_of, join_first, one_line
 from toolkit.io.safe_parse import MAX_ROW, bounded_lines
+from toolkit.io.source_files import RetryingFile, SourceFile
 from toolkit.io.storage import StorageError
 
 SEGMENT_BYTES = 32 << 20

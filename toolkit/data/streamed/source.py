@@ -9,11 +9,11 @@ from typing import Any
 
 from toolkit.data.base import Report, Values
 from toolkit.data.cache import hash_inputs, throttle
-from toolkit.io.source_files import SourceFile
 from toolkit.data.streamed.segments import BrokenFileError, Part, plan_segments, read_part
 from toolkit.data.text.documents import DocumentEnds, TextChunk, tokenize
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.data.tokens.store import TokenWriter, token_dtype
+from toolkit.io.source_files import SourceFile
 
 CODE_VERSION = 1  # increment if the same files and options give different tokens
 _EXPANSION = {".gz": 3, ".zst": 4, "parquet": 2}  # approximate text bytes per file byte

@@ -21,13 +21,13 @@ from pathlib import Path
 from toolkit.data.base import Report
 from toolkit.data.cache import DAMAGE_ERRORS, MANIFEST, publish, read_checksums, require_intact, staging_folder
 from toolkit.data.streamed.chunk_segments import ChunkSegments
-from toolkit.io.source_files import SourceFile
 from toolkit.data.streamed.source import SegmentCounts, Source, TextSegments
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.data.tokens.store import TokenStore
 from toolkit.errors import DataError
 from toolkit.io.atomic import sync_tree, write_json
 from toolkit.io.locks import file_lock
+from toolkit.io.source_files import SourceFile
 from toolkit.io.tempfiles import sweep, temporary_path
 
 CopyId = tuple[int, int]  # inode and mtime (ns) of a segment folder; identifies one copy

@@ -194,7 +194,8 @@ class CharText(FileText):
 
 def _fetch(url: str, cache_dir: str | None, report: Report) -> Path:
     """Download a file from any fsspec URL into the cache, unless cached. Return the local path."""
-    from toolkit.io.source_files import open_storage, require_no_secret, storage_errors
+    from toolkit.io.source_files import require_no_secret
+    from toolkit.io.storage import open_storage, storage_errors
 
     require_no_secret(url, "path")
     folder = choose_cache_dir(cache_dir) / f"file-{hashlib.sha256(url.encode()).hexdigest()[:16]}"
