@@ -22,7 +22,7 @@ from toolkit.data.tokenizer import train_bpe
 from toolkit.errors import GuardError
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
-from toolkit.models.lora_layers import LoRAMixin
+from toolkit.models.lora_layers import LoRALinear
 
 CONFIG = ModelConfig(name="small", vocab_size=280, block_size=32, tie_embeddings=True)
 
@@ -121,7 +121,7 @@ def test_merge_with_dtype_rounds_once(tmp_path, tied, dtype):
     """Of a base in bfloat16, whose type the sum never takes; by merge_lora as by convert_to_hf."""
     base_dir, folder, model = make(tmp_path, dataclasses.replace(LLAMA, tie_embeddings=tied), torch.bfloat16)
     wanted, base = getattr(torch, dtype), load_weights(base_dir)
-    layers = {f"{name}.weight": part for name, part in model.named_modules() if isinstance(part, LoRAMixin)}
+    layers = {f"{name}.weight": part for name, part in model.named_modules() if isinstance(part, LoRALinear)}
     exact = {name: layers[name].merged(base[name]) for name in layers}
     assert any(not torch.equal(value, value.bfloat16().float()) for value in exact.values())
     assert main(["merge_lora", str(folder), "--out_dir", str(tmp_path / "merged"), "--dtype", dtype]) == 0

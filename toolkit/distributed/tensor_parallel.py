@@ -31,7 +31,7 @@ from toolkit.models.config import ModelConfig
 from toolkit.models.cross_entropy import cross_entropy_
 from toolkit.models.gpt import GPT
 from toolkit.models.init import ParameterValue
-from toolkit.models.lora_layers import LoRALinear, LoRAMixin, replace_linear
+from toolkit.models.lora_layers import LoRALinear, replace_linear
 from toolkit.models.mlp import GptNeoxMLP, LLaMAMLP
 from toolkit.models.norm import LayerNormPerHead
 from toolkit.private_torch import local_shard
@@ -208,7 +208,7 @@ class _Split:
         self._parameter(layer, "weight", 0, sections)
         self._parameter(layer, "bias", 0, sections)
         layer.out_features //= self.size
-        for adapter in layer.adapters if isinstance(layer, LoRAMixin) else ():
+        for adapter in layer.adapters if isinstance(layer, LoRALinear) else ():
             self._parameter(adapter, "B")
             if layer.dora:
                 self._parameter(adapter, "magnitude")
@@ -216,12 +216,11 @@ class _Split:
 
     def _rows(self, owner: nn.Module) -> None:
         """Divide the columns of the weight of ``owner.proj``, and let the layer sum over the group."""
-        new_class = _RowLoRALinear if isinstance(owner.proj, LoRALinear) else _RowLinear
-        layer = replace_linear(owner, "proj", new_class)
+        layer = replace_linear(owner, "proj", _RowLinear)
         layer.group = self.group
         self._parameter(layer, "weight", 1)
         layer.in_features //= self.size
-        for adapter in layer.adapters if isinstance(layer, LoRAMixin) else ():
+        for adapter in layer.adapters if isinstance(layer, LoRALinear) else ():
             self._parameter(adapter, "A", 1)
 
     def _attention(self, attention: CausalSelfAttention) -> None:
@@ -240,9 +239,22 @@ class _Split:
         return reduce(F.pad(output, (self.rank * width, (self.size - 1 - self.rank) * width)), self.group)
 
 
+class _RowLoRALinear(LoRALinear):
+    """Adds adapters to :class:`_RowLinear`. Their A also has a part of the columns."""
+
+    group: Any
+
+    def _hidden(self, dropped: Tensor, a: Tensor, dtype: torch.dtype) -> Tensor:
+        return reduce(super()._hidden(dropped, a, dtype), self.group)
+
+    def _row_norms(self, a: Tensor, b: Tensor) -> Tensor:
+        return reduce(super()._row_norms(a, b).square(), self.group).sqrt()
+
+
 class _RowLinear(nn.Linear):
     """A linear layer with a part of the columns. The products are summed over the group, then the bias is added."""
 
+    adapted_by = _RowLoRALinear
     group: Any
 
     def project(self, x: Tensor) -> Tensor:
@@ -251,19 +263,6 @@ class _RowLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         y = self.project(x)
         return y if self.bias is None else y + self.bias.to(y.dtype)
-
-
-class _RowLoRALinear(LoRAMixin, _RowLinear):
-    """A :class:`_RowLinear` with adapters, whose A also has a part of the columns."""
-
-    def base_weight(self) -> Tensor:
-        return self.weight
-
-    def _hidden(self, dropped: Tensor, a: Tensor, dtype: torch.dtype) -> Tensor:
-        return reduce(super()._hidden(dropped, a, dtype), self.group)
-
-    def _row_norms(self, a: Tensor, b: Tensor) -> Tensor:
-        return reduce(super()._row_norms(a, b).square(), self.group).sqrt()
 
 
 class _Embedding(nn.Embedding):

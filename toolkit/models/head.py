@@ -20,10 +20,6 @@ class Head(AlignedLinear):
         return head_loss(x, self.weight, self.bias, labels, low_rank, **options)
 
 
-class LoRAHead(LoRALinear, Head):
-    """A head with adapters."""
-
-
 class Score(nn.Linear):
     """The score layer of a classification or reward head. Computes in fp32."""
 

@@ -1,4 +1,4 @@
-"""Linear layers and experts with 4-bit weights, with or without adapters. Requires bitsandbytes."""
+"""Linear layers and experts with 4-bit weights; with adapters: QLoRA (Dettmers et al. 2023). Requires bitsandbytes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,9 +7,8 @@ import bitsandbytes as bnb
 import torch
 from torch import Tensor, nn
 
-from toolkit.models.lora_layers import LoRAMixin
 from toolkit.models.mixed_mm import matmul_dtype
-from toolkit.models.moe import LoRAStackedLinear, StackedLinear, grouped_product
+from toolkit.models.moe import StackedLinear, grouped_product
 
 
 class Layer4bit(nn.Module):
@@ -63,12 +62,6 @@ class Linear4bit(Layer4bit, bnb.nn.Linear4bit):
         return bnb.matmul_4bit(x.to(matmul_dtype(x)), self.weight.view(torch.uint8), quant_state=self.quant_state)
 
 
-class LoRALinear4bit(LoRAMixin, Linear4bit):
-    """A 4-bit layer with adapters (QLoRA, Dettmers et al. 2023)."""
-
-    weight: bnb.nn.Params4bit
-
-
 class StackedLinear4bit(Layer4bit, StackedLinear):
     """Stacked linear layers with 4-bit weights, which are dequantized for each product."""
 
@@ -76,10 +69,6 @@ class StackedLinear4bit(Layer4bit, StackedLinear):
         """Return the output without the biases."""
         product: Tensor = _GroupedProduct4bit.apply(x, self.weight, self.quant_state, ends)
         return product
-
-
-class LoRAStackedLinear4bit(LoRAStackedLinear, StackedLinear4bit):
-    """4-bit stacked layers with adapters."""
 
 
 class _GroupedProduct4bit(torch.autograd.Function):

@@ -3,28 +3,23 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from toolkit.models.aligned import AlignedLinear
 from toolkit.models.block import Block
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT, model_on_meta
-from toolkit.models.head import Head, LoRAHead, TrainedScore
+from toolkit.models.head import TrainedScore
 from toolkit.models.init import ParameterValue, draw, parameter_generator
 from toolkit.models.lora_config import LoRAConfig
-from toolkit.models.lora_layers import AdaptedLayer, Adapter, LoRAAlignedLinear, LoRALinear, replace_linear
-from toolkit.models.moe import LLaMAMoE, LoRAStackedLinear, StackedLinear
+from toolkit.models.lora_layers import AdaptedLayer, Adapter, adapted, replace_linear
+from toolkit.models.moe import LLaMAMoE
 
 SCORE, TRAINED_SCORE = "score.weight", "score.lora.weight"
 """Names of the score layer's weight: in a model, and in a model with adapters."""
 _ALL_ROWS = "whole"  # adapter name of unfused layers in files
-_CLASSES: dict[type[nn.Module], type[AdaptedLayer]] = {
-    Head: LoRAHead, AlignedLinear: LoRAAlignedLinear, nn.Linear: LoRALinear, StackedLinear: LoRAStackedLinear,
-}  # fmt: skip
-"""Layers with adapters, by the layers without; the first that a layer is an instance of."""
 
 
 def adapted_on_meta(config: ModelConfig, lora: LoRAConfig | None) -> GPT:
@@ -144,10 +139,7 @@ def _adapt_all(owner: nn.Module, config: LoRAConfig, is_adapted: bool) -> None:
 
 def _adapt(owner: nn.Module, name: str, config: LoRAConfig, parts: dict[str, range | bool]) -> None:
     """Replace ``owner.name`` with a layer that has adapters for ``parts``: row ranges, or True for all rows."""
-    linear = getattr(owner, name)
+    linear: Any = getattr(owner, name)
     rows = range(linear.out_features)
-    adapted = {part: value if isinstance(value, range) else rows for part, value in parts.items() if value}
-    if not adapted:
-        return
-    new_class = next(new for kind, new in _CLASSES.items() if isinstance(linear, kind))
-    replace_linear(owner, name, new_class).add_adapters(config, adapted)
+    if rows_of := {part: value if isinstance(value, range) else rows for part, value in parts.items() if value}:
+        replace_linear(owner, name, adapted(linear.__class__)).add_adapters(config, rows_of)

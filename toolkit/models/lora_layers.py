@@ -17,6 +17,7 @@ one pair of matrices: stacked A, and block-diagonal B with zero rows where there
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -81,8 +82,8 @@ class AdaptedLayer(nn.Module):
         return keyed_dropout(x, bits if tokens is None else bits.flatten()[tokens], self.number, self.dropout)
 
 
-class LoRAMixin(AdaptedLayer):
-    """Adds adapters to a linear layer class."""
+class LoRALinear(AdaptedLayer):
+    """Adds adapters to a linear layer class, see :func:`adapted`."""
 
     weight: Tensor  # (out, in)
     bias: nn.Parameter  # or None, as in nn.Linear
@@ -160,8 +161,10 @@ class LoRAMixin(AdaptedLayer):
         return torch.cat([*scales, norms.new_ones(self.out_features - row)])
 
 
-class LoRALinear(LoRAMixin, nn.Linear):
-    """An nn.Linear with adapters."""
+class _PlainLinear(nn.Module):
+    """What :class:`LoRALinear` needs of a layer whose class does not define it."""
+
+    weight: Tensor
 
     def project(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight)
@@ -170,16 +173,21 @@ class LoRALinear(LoRAMixin, nn.Linear):
         return self.weight
 
 
-class LoRAAlignedLinear(LoRALinear, AlignedLinear):
-    """A router with adapters."""
+@functools.cache
+def adapted(layer_class: Any) -> type[nn.Module]:
+    """Return the class of ``layer_class``'s layers with adapters: of :class:`LoRALinear`, or of its ``adapted_by``."""
+    mixin = getattr(layer_class, "adapted_by", LoRALinear)
+    return type(f"LoRA{layer_class.__name__}", (mixin, layer_class, _PlainLinear), {})
 
 
-def replace_linear(owner: nn.Module, name: str, new_class: type[nn.Module]) -> Any:
-    """Put a ``new_class`` in the place of a linear layer, with the same parameters, which preserves ties.
+def replace_linear(owner: nn.Module, name: str, new_class: Any) -> Any:
+    """Put a ``new_class``, with the adapters, in the place of a linear layer, with the same parameters (also if tied).
 
     Layers of other sizes than (in, out), such as stacked ones, have their constructor's arguments in ``sizes``.
     """
     old = getattr(owner, name)
+    if isinstance(old, AdaptedLayer):
+        new_class = adapted(new_class)
     with torch.device("meta"):
         sizes = getattr(old, "sizes", None) or (old.in_features, old.out_features)
         new: Any = new_class(*sizes, bias=old.bias is not None)

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from toolkit.models.aligned import AlignedLinear, aligned_size
 from toolkit.models.config import ModelConfig
 from toolkit.models.labels import IGNORE_INDEX
-from toolkit.models.lora_layers import AdaptedLayer, LoRAMixin
+from toolkit.models.lora_layers import AdaptedLayer, LoRALinear
 from toolkit.models.mixed_mm import matmul_dtype
 from toolkit.models.mlp import LLaMAMLP
 
@@ -72,12 +72,34 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
 grouped_product.register_autograd(_backward, setup_context=_setup_context)
 
 
+class LoRAStackedLinear(AdaptedLayer):
+    """Adds an adapter per expert to :class:`StackedLinear`. No expert's product of factors is ever computed."""
+
+    def forward(self, x: Tensor, ends: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """See :class:`StackedLinear`."""
+        y: Tensor = super().forward(x, ends, tokens)
+        if self.adapters_off:
+            return y
+        (adapter,) = self.adapters
+        a, b = adapter.A.to(x.dtype), adapter.B.to(x.dtype)
+        padding = -a.size(1) % 8  # of the rank, see StackedLinear
+        hidden = grouped_product(self._drop(x, tokens), F.pad(a, (0, 0, 0, padding)).transpose(-2, -1), ends)
+        return y + grouped_product(hidden * self.scaling, F.pad(b, (0, padding)).transpose(-2, -1), ends)
+
+    def merged(self, weight: Tensor) -> Tensor:
+        """Return ``weight`` (experts, out, in) with the adapters merged, in fp32."""
+        (adapter,) = self.adapters
+        return torch.baddbmm(weight.float(), adapter.B.detach(), adapter.A.detach(), alpha=self.scaling)
+
+
 class StackedLinear(nn.Module):
     """One linear layer per expert: stacked weights (experts, out, in) and biases (experts, out).
 
     Both widths must be multiples of 8: grouped_mm needs rows aligned to 16 bytes. ``active`` is the number of experts
     per token.
     """
+
+    adapted_by = LoRAStackedLinear
 
     def __init__(self, n_expert: int, in_features: int, out_features: int, active: int, bias: bool = False) -> None:
         super().__init__()
@@ -103,26 +125,6 @@ class StackedLinear(nn.Module):
     def project(self, x: Tensor, ends: Tensor) -> Tensor:
         """Return the output without the biases."""
         return grouped_product(x, self.weight.to(x.dtype).transpose(-2, -1), ends)
-
-
-class LoRAStackedLinear(AdaptedLayer, StackedLinear):
-    """Stacked linear layers with an adapter per expert. No expert's product of factors is ever computed."""
-
-    def forward(self, x: Tensor, ends: Tensor, tokens: Tensor | None = None) -> Tensor:
-        """See :class:`StackedLinear`."""
-        y = super().forward(x, ends, tokens)
-        if self.adapters_off:
-            return y
-        (adapter,) = self.adapters
-        a, b = adapter.A.to(x.dtype), adapter.B.to(x.dtype)
-        padding = -a.size(1) % 8  # of the rank, see StackedLinear
-        hidden = grouped_product(self._drop(x, tokens), F.pad(a, (0, 0, 0, padding)).transpose(-2, -1), ends)
-        return y + grouped_product(hidden * self.scaling, F.pad(b, (0, padding)).transpose(-2, -1), ends)
-
-    def merged(self, weight: Tensor) -> Tensor:
-        """Return ``weight`` (experts, out, in) with the adapters merged, in fp32."""
-        (adapter,) = self.adapters
-        return torch.baddbmm(weight.float(), adapter.B.detach(), adapter.A.detach(), alpha=self.scaling)
 
 
 _EPS = 1e-20  # all sigmoid scores may be zero
@@ -239,7 +241,7 @@ class LLaMAMoE(nn.Module):
     def _fp32_logits(self, x: Tensor) -> Tensor:
         gate = self.gate
         logits = F.linear(x, gate.weight.float(), None if gate.bias is None else gate.bias.float())
-        if isinstance(gate, LoRAMixin) and not gate.adapters_off:
+        if isinstance(gate, LoRALinear) and not gate.adapters_off:
             logits = logits + F.linear(*gate.low_rank(x, torch.float32))
         return logits
 

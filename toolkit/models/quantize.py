@@ -14,8 +14,8 @@ from toolkit.errors import require_bitsandbytes, require_option
 from toolkit.models.aligned import AlignedLinear
 from toolkit.models.gpt import GPT
 from toolkit.models.lora_config import Quantize as Quantize
-from toolkit.models.lora_layers import LoRALinear, replace_linear
-from toolkit.models.moe import LoRAStackedLinear, StackedLinear
+from toolkit.models.lora_layers import replace_linear
+from toolkit.models.moe import StackedLinear
 
 if TYPE_CHECKING:  # it needs bitsandbytes
     from toolkit.models.linear_4bit import Layer4bit
@@ -82,17 +82,13 @@ def _replaced_linears(model: GPT, kind: Quantize) -> Iterator[tuple[str, Layer4b
     # on import, bitsandbytes warns about missing optional CPU kernels
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     require_bitsandbytes(f"--quantize {kind}")
-    from toolkit.models import linear_4bit
+    from toolkit.models.linear_4bit import Linear4bit, StackedLinear4bit
 
-    classes: dict[type[nn.Module], type[nn.Module]] = {
-        LoRALinear: linear_4bit.LoRALinear4bit, LoRAStackedLinear: linear_4bit.LoRAStackedLinear4bit,
-        nn.Linear: linear_4bit.Linear4bit, StackedLinear: linear_4bit.StackedLinear4bit,
-    }  # fmt: skip
     for name, layer in quantized_layers(model):
         # bitsandbytes (0.50) quantizes blocks across row boundaries, but its CPU kernels restart blocks in each row
         hint = f"{name} has {layer.in_features} input features, not a multiple of {BLOCK}, which bitsandbytes "
         hint += "computes incorrectly on some devices; run without --quantize"
         require_option(layer.in_features % BLOCK == 0, "quantize", kind, hint)
-        new_class = next(new for old, new in classes.items() if isinstance(layer, old))
+        new_class = StackedLinear4bit if isinstance(layer, StackedLinear) else Linear4bit
         owner, _, own_name = name.rpartition(".")
         yield name, replace_linear(model.get_submodule(owner), own_name, new_class)
