@@ -137,7 +137,6 @@ def _is_slurm_task(environ: Environ) -> bool:
 
 def _read_slurm(devices: int | Auto, num_nodes: int | Auto, available: int | None, environ: Environ) -> WorldInfo:
     tasks = _number("SLURM_NTASKS", environ, 1)
-    nodes = _number("SLURM_NNODES", environ, 1, default=1 if num_nodes == AUTO else num_nodes)
     # SLURM numbers the batch script 0 of all tasks; the other tasks do not exist before srun.
     in_batch_script = environ.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in environ
     if in_batch_script and "LOCAL_RANK" in environ:
@@ -147,9 +146,9 @@ def _read_slurm(devices: int | Auto, num_nodes: int | Auto, available: int | Non
             f"SLURM_NTASKS={tasks}: toolkit was started by the batch script, as a single task; start it with srun "
             "toolkit ..., or submit the job with --ntasks=1"
         )
-    if nodes > 1 and not any(environ.get(name) for name in ("MASTER_ADDR", *_NODE_LISTS)):
-        raise UserError(f"SLURM_NNODES={nodes}: SLURM_JOB_NODELIST is not set; set MASTER_ADDR to the first node")
     world = _read_tasks(SLURM, devices, num_nodes, available, environ)
+    if (nodes := world.num_nodes) > 1 and not any(environ.get(name) for name in ("MASTER_ADDR", *_NODE_LISTS)):
+        raise UserError(f"SLURM_NNODES={nodes}: SLURM_JOB_NODELIST is not set; set MASTER_ADDR to the first node")
     if world.starts_processes and "LOCAL_RANK" in environ:  # the first process of a node, after it launched the others
         return _read_manual(world.devices, world.num_nodes, environ)
     return world
@@ -224,10 +223,9 @@ def _read_manual(devices: int | Auto, num_nodes: int | Auto, environ: Environ) -
         )
     local_rank = _number("LOCAL_RANK", environ, 0, below=devices)
     by_rank = None if "RANK" not in environ else _number("RANK", environ, 0, below=devices * nodes) // devices
-    node_rank = _node_rank(nodes, environ, default=by_rank)
-    # Required on one node, too; otherwise each process would choose a different free port.
-    if devices * nodes > 1:
-        _require(["MASTER_ADDR"] * (nodes > 1) + ["MASTER_PORT"], nodes, environ)
+    # The port is required on one node, too; otherwise each process would choose a different one.
+    address = ["MASTER_ADDR"] * (nodes > 1) + ["MASTER_PORT"] * (devices * nodes > 1)
+    node_rank = _node_rank(nodes, environ, address, default=by_rank)
     world = WorldInfo(devices, nodes, node_rank, local_rank, "manual", False)
     if (rank := _number("RANK", environ, 0, default=world.global_rank)) != world.global_rank:
         raise UserError(
@@ -243,19 +241,34 @@ def _read_node(
     """Return the ranks of the first process of a node, of a launcher of nodes or without one."""
     variables: dict[str, str] = {}
     if launcher is not None:
-        devices, num_nodes, variables = _read_nodes(launcher, devices, num_nodes, environ)
-    elif (index := find_index(environ)) is not None:
-        name, what = index
-        if num_nodes == AUTO:
-            hint = "use --num_nodes (1: this one trains alone)"
-            raise UserError(f"{name}={environ[name]}: {what}, which does not say how many there are; {hint}")
-        variables = {"NODE_RANK": environ[name]} if num_nodes > 1 else {}
+        if ":" in environ[launcher.size]:
+            hint = "start torchrun -m toolkit, which connects as many as there are"
+            raise UserError(f"{launcher.size}={environ[launcher.size]}: a number of nodes that changes; {hint}")
+        nodes = _number(launcher.size, environ, 1)
+        if num_nodes not in (AUTO, nodes):
+            started = f"{launcher.name} started {count_of(nodes, 'node')} ({launcher.size}={nodes})"
+            raise UserError(f"--num_nodes {num_nodes}: {started}; drop --num_nodes")
+        if (per_node := environ.get(launcher.local_size, "")).isdecimal():
+            if devices not in (AUTO, int(per_node)):
+                raise UserError(f"--devices {devices}: not equal to {launcher.local_size}={per_node}; drop --devices")
+            devices = int(per_node)
+        if nodes > 1:
+            addresses = (environ.get("MASTER_ADDR") or environ.get(launcher.address, "")).split()
+            if not addresses:
+                raise UserError(f"{launcher.address}: not set; it must be the address of the first of {nodes} nodes")
+            variables = {"NODE_RANK": environ[launcher.rank], "MASTER_PORT": environ.get(launcher.port) or "29500"}
+            variables["MASTER_ADDR"] = addresses[0]
+    else:
+        nodes = 1 if num_nodes == AUTO else num_nodes
+        if (index := find_index(environ)) is not None:
+            name, what = index
+            if num_nodes == AUTO:
+                hint = "use --num_nodes (1: this one trains alone)"
+                raise UserError(f"{name}={environ[name]}: {what}, which does not say how many there are; {hint}")
+            variables = {"NODE_RANK": environ[name]} if nodes > 1 else {}
     environ = {**variables, **environ}
     devices = (available or 1) if devices == AUTO else devices
-    nodes = 1 if num_nodes == AUTO else num_nodes
-    node_rank = _node_rank(nodes, environ)
-    if nodes > 1:
-        _require(["MASTER_ADDR", "MASTER_PORT"], nodes, environ)
+    node_rank = _node_rank(nodes, environ, ["MASTER_ADDR", "MASTER_PORT"] if nodes > 1 else [])
     if launcher is not PYTORCH_JOB:  # its RANK and WORLD_SIZE count pods
         pod = 0 if launcher is None else node_rank  # a newer PyTorchJob also sets PET_*
         for name, limit in (("WORLD_SIZE", devices * nodes), ("LOCAL_WORLD_SIZE", devices), ("RANK", pod)):
@@ -266,45 +279,23 @@ def _read_node(
     return WorldInfo(devices, nodes, node_rank, 0, name, starts_processes=devices > 1, variables=variables)
 
 
-def _read_nodes(
-    launcher: Launcher, devices: int | Auto, num_nodes: int | Auto, environ: Environ
-) -> tuple[int | Auto, int, dict[str, str]]:
-    """Return devices, nodes, and this node's rank and the address of the first, of a launcher of nodes."""
-    if ":" in environ[launcher.size]:
-        hint = "start torchrun -m toolkit, which connects as many as there are"
-        raise UserError(f"{launcher.size}={environ[launcher.size]}: a number of nodes that changes; {hint}")
-    nodes = _number(launcher.size, environ, 1)
-    if num_nodes not in (AUTO, nodes):
-        started = f"{launcher.name} started {count_of(nodes, 'node')} ({launcher.size}={nodes})"
-        raise UserError(f"--num_nodes {num_nodes}: {started}; drop --num_nodes")
-    if (per_node := environ.get(launcher.local_size, "")).isdecimal():
-        if devices not in (AUTO, int(per_node)):
-            raise UserError(f"--devices {devices}: not equal to {launcher.local_size}={per_node}; drop --devices")
-        devices = int(per_node)
-    if nodes == 1:
-        return devices, 1, {}
-    addresses = (environ.get("MASTER_ADDR") or environ.get(launcher.address, "")).split()
-    if not addresses:
-        raise UserError(f"{launcher.address}: not set; it must be the address of the first of {nodes} nodes")
-    variables = {"NODE_RANK": environ[launcher.rank], "MASTER_PORT": environ.get(launcher.port) or "29500"}
-    return devices, nodes, variables | {"MASTER_ADDR": addresses[0]}
+def _node_rank(nodes: int, environ: Environ, address: list[str], default: int | None = None) -> int:
+    """Return this node's rank, and require the variables ``address``, by which the processes find each other."""
 
+    def require(names: list[str]) -> None:
+        for name in (name for name in names if not environ.get(name)):
+            if nodes > 1:
+                raise UserError(f"--num_nodes {nodes}: {name} is not set; {_variables_hint(nodes)}")
+            raise UserError(f"{name}: not set; set it to the same free port for all processes")
 
-def _node_rank(nodes: int, environ: Environ, default: int | None = None) -> int:
     if nodes > 1 and default is None:
-        _require(["NODE_RANK"], nodes, environ)
+        require(["NODE_RANK"])
     value = _number("NODE_RANK", environ, 0, default=default or 0)
     if value >= nodes:
         hint = _variables_hint(nodes) if nodes > 1 else "unset NODE_RANK, or use --num_nodes 2"
         raise UserError(f"NODE_RANK={value}: must be less than --num_nodes {nodes}; {hint}")
+    require(address)
     return value
-
-
-def _require(variables: list[str], nodes: int, environ: Environ) -> None:
-    for name in (name for name in variables if not environ.get(name)):
-        if nodes > 1:
-            raise UserError(f"--num_nodes {nodes}: {name} is not set; {_variables_hint(nodes)}")
-        raise UserError(f"{name}: not set; set it to the same free port for all processes")
 
 
 def _variables_hint(nodes: int) -> str:
