@@ -8,7 +8,7 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -164,6 +164,17 @@ def load_from_all(kind: str, name: str) -> Iterator[Any]:
     for origin, extension in extensions().items():
         if (path := getattr(extension, kind).get(name)) is not None:
             yield load_object(path, f"extension {origin}: {kind} {name}: {path}")
+
+
+def import_by_name(package: str, paths: Names) -> Callable[[str], Any]:
+    """Return the ``__getattr__`` of a package (PEP 562), which imports an object by the dotted path of its name."""
+
+    def get(name: str) -> Any:
+        if name not in paths:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return import_object(paths[name])
+
+    return get
 
 
 def run_checks(args: Any) -> None:

@@ -12,19 +12,37 @@ from typing import Any, NamedTuple, get_type_hints
 from jsonargparse._parameter_resolvers import get_signature_parameters  # see parameters_of
 
 from toolkit.errors import UserError
-from toolkit.extension import load_registered, registered
+from toolkit.extension import import_object, load_registered, registered
+
+
+def class_names(base: type) -> list[str]:
+    """Return the short names of the subclasses of ``base`` that its package and extensions offer, importing none."""
+    builtin = _builtin_classes(base)
+    extra = registered(kind_of(base), builtin)
+    builtin = builtin | {name: entry.path for name, entry in extra.items() if entry.origin == "toolkit"}
+    return sorted(builtin, key=lambda name: (not name.isupper(), name)) + [n for n in extra if n not in builtin]
+
+
+def find_class(base: type, name: str) -> type | None:
+    """Import and return the class with a short name; None if the name is unknown or the import fails."""
+    builtin = _builtin_classes(base)
+    with suppress(UserError):  # report an import error only if the class is chosen
+        if name in builtin:
+            return import_object(builtin[name])
+        if name in registered(kind := kind_of(base), builtin):
+            return load_registered(kind, name)
+    return None
 
 
 def classes_of(base: type) -> dict[str, type]:
-    """Return {short name: class} for the subclasses of ``base`` that its package and extensions export."""
-    package = importlib.import_module(base.__module__.rpartition(".")[0])
-    exported = {name: getattr(package, name) for name in package.__all__}
-    derived = {name: c for name, c in exported.items() if inspect.isclass(c) and issubclass(c, base)}
-    classes = {name: cls for name, cls in derived.items() if not inspect.isabstract(cls)}
-    for name in registered(kind := kind_of(base), list(classes)):
-        with suppress(UserError):  # report an import error only if the class is chosen
-            classes[name] = load_registered(kind, name)
-    return classes
+    """Import all subclasses of ``base`` with a short name, and return them by name."""
+    classes = {name: find_class(base, name) for name in class_names(base)}
+    return {name: cls for name, cls in classes.items() if cls is not None}
+
+
+def has_short_name(cls: type, base: type) -> bool:
+    """Whether a class is one of toolkit or of an extension, which its name selects."""
+    return cls.__name__ in class_names(base) and find_class(base, cls.__name__) is cls
 
 
 def kind_of(base: type) -> str:
@@ -32,9 +50,14 @@ def kind_of(base: type) -> str:
     return base.__module__.split(".")[-2]
 
 
+def _builtin_classes(base: type) -> dict[str, str]:
+    """Return the dotted paths of the classes that the package of ``base`` offers, by name."""
+    return importlib.import_module(base.__module__.rpartition(".")[0]).CLASSES
+
+
 def class_path(cls: type, base: type) -> str:
     """Return a class's name in options: the short name if there is one, otherwise the import path."""
-    return cls.__name__ if cls in classes_of(base).values() else f"{cls.__module__}.{cls.__qualname__}"
+    return cls.__name__ if has_short_name(cls, base) else f"{cls.__module__}.{cls.__qualname__}"
 
 
 class Option(NamedTuple):

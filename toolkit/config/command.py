@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any, Literal, get_args, get_origin
 
-from toolkit.config.classes import Option, classes_of, kind_of, parameters_of
+from toolkit.config.classes import Option, classes_of, find_class, has_short_name, kind_of, parameters_of
 from toolkit.config.other_tools import CLASS_HINTS, VALUE_HINTS, suggest_option
 from toolkit.config.types import describe, expand_integer, is_mapping, is_restricted, limits, union_members
 from toolkit.config.values import OptionValue, instantiate, with_entry
@@ -167,17 +167,18 @@ class CommandOptions:
 
     def _select_class(self, key: str, value: OptionValue) -> type:
         """Return the class for ``--data NAME``: one of toolkit's, or a user-provided class by its full path."""
-        base, choices = self.class_options[key], self.choices(key)
+        base = self.class_options[key]
         if not value.value:
-            raise UserError(f"--{key}: needs a value: {', '.join(choices)}")
+            raise UserError(f"--{key}: needs a value: {', '.join(self.choices(key))}")
         module, _, name = value.text.rpartition(".")
         try:
-            cls = import_object(value.text) if module else choices.get(name)
+            cls = import_object(value.text) if module else find_class(base, name)
         except (ImportError, AttributeError, ValueError):
             cls = None
         if cls is None and name in registered(kind := kind_of(base)):
             cls = load_registered(kind, name)  # says why it does not import
         if cls is None:
+            choices = self.choices(key)
             near = CLASS_HINTS.get(name) or did_you_mean(name, choices, cutoff=0.65)
             near = near or f"; known are {', '.join(choices)}"
             raise UserError(f"{value.display(key)}: no such class{near}")
@@ -259,7 +260,7 @@ class CommandOptions:
             return
         group, _, name = key.rpartition(".")
         owner: Any = self.selected.get(group, self.functions[0])
-        if group in self.selected and owner not in self.choices(group).values():
+        if group in self.selected and not has_short_name(owner, self.class_options[group]):
             return  # a user-provided class may accept URLs
         if name not in getattr(owner, "takes_urls", ()):
             may_be_remote = key in _URL_OPTIONS or (key == "out_dir" and "data" in self.class_options)

@@ -9,7 +9,7 @@ from toolkit.checkpoints.find import CONFIG, read_settings
 from toolkit.checkpoints.remote.run import check_out_dir
 from toolkit.checkpoints.run.resume import resolve_resume
 from toolkit.config import AUTO, ProfilerArgs
-from toolkit.config.classes import classes_of
+from toolkit.config.classes import has_short_name
 from toolkit.data import DataModule, HuggingFaceText, TextFiles
 from toolkit.data.base import LabelSet
 from toolkit.data.chat.template import require_style
@@ -149,7 +149,7 @@ def _check_callbacks(callbacks: object) -> None:
 
 def check_files(data: DataModule, command: str) -> None:
     """Check the paths of a data module from toolkit or an extension. ``command`` is for a message."""
-    if type(data) not in classes_of(DataModule).values():
+    if not has_short_name(type(data), DataModule):
         return
     if getattr(data, "prompt_style", None):
         require_style(data.prompt_style)  # type: ignore[attr-defined]

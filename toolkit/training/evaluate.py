@@ -15,7 +15,7 @@ from toolkit.checkpoints.find import is_hf_folder, with_run_columns
 from toolkit.checkpoints.folder import HYPERPARAMETERS, find_model, read_model_config
 from toolkit.checkpoints.hf.sums import require_intact
 from toolkit.config import none_if_auto
-from toolkit.config.classes import classes_of
+from toolkit.config.classes import class_names, find_class
 from toolkit.config.command import as_mapping, parse_object
 from toolkit.data import Classification, DataModule, Mixture, Preference, PythonStdlib
 from toolkit.data.base import choose_seq_length, is_ragged, row_count
@@ -202,7 +202,7 @@ def data_of_run(folder: Path, trust: bool) -> tuple[DataModule, int | None]:
     try:
         values = read_yaml(path)
         name, options, length = values["data"]["class_path"], values["data"]["init_args"], None
-        cls, extensions = classes_of(DataModule).get(name), split_names(values.get("extensions"))
+        cls, extensions = find_class(DataModule, name), split_names(values.get("extensions"))
         length = none_if_auto(values["train"]["max_seq_length"])
         if length is not None and type(length) is not int:
             raise TypeError
@@ -232,7 +232,7 @@ def data_of_run(folder: Path, trust: bool) -> tuple[DataModule, int | None]:
 def _require_known_sources(options: dict[str, Any]) -> None:
     """Reject mixture sources that are not classes of toolkit or an extension, because importing them runs code."""
     for name, source in options["sources"].items():
-        if (path := source["data"]["class_path"]) not in classes_of(DataModule) or path == "Mixture":
+        if (path := source["data"]["class_path"]) not in class_names(DataModule) or path == "Mixture":
             raise UserError(f"sources.{name}: {path} is not a data module of toolkit")
 
 
