@@ -78,7 +78,7 @@ class OtherFamily:
 
 
 def test_a_family_names_the_class_of_its_models_and_takes_options(monkeypatch):
-    monkeypatch.setitem(families.FAMILIES, "other", OtherFamily)
+    monkeypatch.setitem(families.FAMILIES, "other", f"{__name__}.OtherFamily")
     config = ModelConfig(family="other", vocab_size=60, family_options={"a": 1, "b": 2})
     assert type(build_model(config)) is Other and type(model_on_meta(config)) is Other
     assert type(build_model(CONFIG)) is GPT

@@ -14,6 +14,7 @@ from helpers.cases import check_each
 
 from toolkit.commands import pretrain
 from toolkit.errors import UserError
+from toolkit.extension import import_object
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import (
     DEFAULT_MODEL,
@@ -214,7 +215,8 @@ def test_names_are_unique_and_numerous():
 
 
 def test_configurations_name_the_family_of_their_module():
-    wrong = [c.name for family in FAMILIES.values() for c in family.CONFIGS if FAMILIES.get(c.family) is not family]
+    configs = {path: import_object(path).CONFIGS for path in FAMILIES.values()}
+    wrong = [config.name for path in configs for config in configs[path] if FAMILIES.get(config.family) != path]
     assert not wrong
 
 

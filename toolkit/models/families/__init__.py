@@ -15,9 +15,9 @@ exported.
 
 import itertools
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
 from os.path import commonprefix
 from types import ModuleType
 from typing import Any
@@ -33,9 +33,9 @@ DEFAULT_MODEL = "mini-llama"
 FUNCTIONS = ("from_hf_config", "to_hf_config", "weight_map")
 """Functions that each family module defines."""
 
-# Modules of this package by Hugging Face's model_type
-FAMILIES: dict[str, ModuleType] = {
-    model_type: import_module(f"{__name__}.{module}")
+# Modules by Hugging Face's model_type; a run imports the one of its model
+FAMILIES: dict[str, str] = {
+    model_type: f"{__name__}.{module}"
     for module, model_types in {
         "llama": ("llama",), "smollm3": ("smollm3",), "mistral": ("mistral", "ministral", "ministral3"),
         "mixtral": ("mixtral",),
@@ -64,13 +64,16 @@ _NOT_COMPUTED = {
 }
 
 
-def families() -> dict[str, ModuleType]:
-    """Return :data:`FAMILIES` plus the families from extensions."""
-    return FAMILIES | {name: _load_family(name, entry) for name, entry in registered("families", FAMILIES).items()}
+def families() -> dict[str, str | Entry]:
+    """Return where each family is defined: :data:`FAMILIES` and the families from extensions."""
+    return {**FAMILIES, **registered("families", FAMILIES)}
 
 
-def _load_family(name: str, entry: Entry) -> ModuleType:
-    """Import and validate a family from an extension."""
+def _load_family(name: str) -> ModuleType:
+    """Import a family; validate it if it is an extension's."""
+    entry = families()[name]
+    if isinstance(entry, str):
+        return import_object(entry)
     module, extension = load_registered("families", name), f"extension {entry.origin}: family {name}"
     for part in ("CONFIGS", *FUNCTIONS):
         if not hasattr(module, part):
@@ -81,7 +84,9 @@ def _load_family(name: str, entry: Entry) -> ModuleType:
         raise UserError(f"{extension}: toolkit has a configuration {taken[0]}; rename it")
     entries = registered("families")
     for config in module.CONFIGS:
-        named = load_registered("families", config.family) if config.family in entries else FAMILIES.get(config.family)
+        family = config.family
+        named = load_registered("families", family) if family in entries else FAMILIES.get(family)
+        named = import_object(named) if isinstance(named, str) else named
         if named is not module and not _only_adds_configs(module, named):
             raise UserError(
                 f"{extension}: {config.name} of {entry.path} has family={config.family!r}, with other weight names or "
@@ -98,7 +103,7 @@ def _only_adds_configs(module: ModuleType, family: ModuleType | None) -> bool:
 
 @cache
 def _core_names() -> set[str]:
-    return {name.lower() for family in FAMILIES.values() for name in _names_of(family)}
+    return {name.lower() for path in set(FAMILIES.values()) for name in _names_of(import_object(path))}
 
 
 def _names_of(family: ModuleType) -> list[str]:
@@ -106,15 +111,17 @@ def _names_of(family: ModuleType) -> list[str]:
     return [*(config.name for config in family.CONFIGS), *getattr(family, "ALIASES", {})]
 
 
-def _modules() -> list[ModuleType]:
-    """Return the unique family modules; a module may implement several model types."""
-    return list(dict.fromkeys(families().values()))
+def _modules() -> Iterator[ModuleType]:
+    """Yield the unique family modules; a module may implement several model types. Imports one at a time."""
+    added = [_load_family(name) for name in registered("families", FAMILIES)]  # their mistakes first
+    yield from map(import_object, dict.fromkeys(FAMILIES.values()))
+    yield from dict.fromkeys(added)
 
 
 def extension_of(name: str | None) -> str | None:
     """Return the extension that defines this configuration; None if no extension does."""
     for family, entry in registered("families").items():
-        if _short_name(name or DEFAULT_MODEL) in map(str.lower, _names_of(families()[family])):
+        if _short_name(name or DEFAULT_MODEL) in map(str.lower, _names_of(_load_family(family))):
             return entry.origin
     return None
 
@@ -131,8 +138,8 @@ def list_names() -> list[str]:
 
 def list_names_by_family() -> dict[str, list[str]]:
     """Return all configuration names by family, without empty families. Families from extensions use the model_type."""
-    modules = {f.__name__.rpartition(".")[2]: f for f in FAMILIES.values()}
-    modules |= {name: families()[name] for name in registered("families")}
+    modules = {path.rpartition(".")[2]: import_object(path) for path in FAMILIES.values()}
+    modules |= {name: _load_family(name) for name in registered("families")}
     return {name: [c.name for c in family.CONFIGS] for name, family in modules.items() if family.CONFIGS}
 
 
@@ -143,14 +150,15 @@ def list_aliases() -> list[str]:
 
 def get_config(name: str) -> ModelConfig:
     """Return the configuration with this name. Case and the organization prefix are ignored."""
-    configs = {c.name.lower(): c for family in _modules() for c in family.CONFIGS}
-    aliases = {a.lower(): n for family in _modules() for a, n in getattr(family, "ALIASES", {}).items()}
     short_name = _short_name(name)
-    if short_name in aliases:
-        short_name = aliases[short_name].lower()
-    if short_name not in configs:
-        raise UserError(f"model_name {name!r}: no such configuration{suggest_names(name)}")
-    return configs[short_name]
+    for family in _modules():
+        aliases = {alias.lower(): config for alias, config in getattr(family, "ALIASES", {}).items()}
+        if short_name in aliases:
+            return get_config(aliases[short_name])
+        for config in family.CONFIGS:
+            if config.name.lower() == short_name:
+                return config
+    raise UserError(f"model_name {name!r}: no such configuration{suggest_names(name)}")
 
 
 def suggest_names(name: str) -> str:
@@ -227,9 +235,9 @@ class Family:
 
 def family_of(config: ModelConfig) -> Family:
     """Return the family of a configuration."""
-    modules, name = families(), config.family
-    require_option(name in modules, "model_config.family", name, f"must be one of {', '.join(modules)}")
-    return Family(modules[name])
+    names, name = families(), config.family
+    require_option(name in names, "model_config.family", name, f"must be one of {', '.join(names)}")
+    return Family(_load_family(name))
 
 
 def export_error(config: ModelConfig) -> str | None:
@@ -251,7 +259,7 @@ def config_from_hf(config_json: Fields) -> ModelConfig:
     model_type = config_json.get("model_type")
     if not isinstance(model_type, str) or model_type not in families():
         raise UserError(_unsupported_message(config_json))
-    family = Family(families()[model_type])
+    family = Family(_load_family(model_type))
     try:
         config = family.from_hf_config(config_json)
         config = read_head(config, config_json) if is_scored(config_json) else config
