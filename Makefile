@@ -20,8 +20,9 @@ pretrain: $(VENV)/.core
 # Bytecode is written even where the shell forbids it: the tests start hundreds of processes.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
+# One extension's tests: make test WALL=doctor
 test: $(VENV)/.test
-	$(PYTEST)
+	$(PYTEST) $(if $(WALL),extensions/$(WALL)/tests)
 
 test-all: $(VENV)/.test
 	$(PYTEST) -m "slow or not slow"
@@ -82,7 +83,7 @@ $(VENV)/.core: $(VENV)/bin/uv pyproject.toml constraints.txt overrides.txt
 
 $(VENV)/.test: $(VENV)/.core $(wildcard extensions/*/pyproject.toml)
 	@echo "Installing what the tests need into $(VENV) (once)"
-	$(UV) -e '.[test]' $(addprefix -e ,$(wildcard extensions/*))
+	$(UV) -e '.[test]' $(addprefix -e ,$(dir $(wildcard extensions/*/pyproject.toml)))
 	touch $@
 
 $(VENV)/.free: $(VENV)/.core extensions/free_transformer/pyproject.toml

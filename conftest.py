@@ -34,7 +34,7 @@ _collections = SlowCollections()
 # Workers take one file after another: expensive ones first, so that cheap ones fill the end of the run.
 FIRST = [
     "distributed",
-    "diagnostics",
+    "doctor",
     "training",
     "test_api.py",
     "test_tutorials.py",

@@ -84,13 +84,12 @@ def recipes() -> list[Recipe]:
 def plan(recipe: Recipe) -> tuple[str, str, str]:
     """Return hardware, planned memory and predicted time as `toolkit plan` computes them."""
     from toolkit.cli.parser import parse
-    from toolkit.commands import plan as command
     from toolkit.distributed.gpus import GPUS as SPECS
     from toolkit.planning.plan import device_spec_of, plan_run, run_args_of
     from toolkit.planning.predict import predict
 
     on_cpu = ["--accelerator", "cpu", "--devices", "1"] if recipe.memory_gb is None else []
-    arguments = parse("plan", command.setup, ("command",), [*shlex.split(recipe.command)[1:], *on_cpu])
+    arguments = parse("plan", [*shlex.split(recipe.command)[1:], *on_cpu])
     with run_args_of(arguments["run"]) as args:
         planned = plan_run(args, device_spec_of(args, recipe.memory_gb))
         memory = f"{round(planned.memory.total / 1e9, 3):.2f} GB"  # rounded as in the output of plan

@@ -1,6 +1,5 @@
 """AGENTS.md and experiments.md: every command is parsed, and the comparison of two ideas is run."""
 
-import importlib
 import json
 import re
 import shlex
@@ -10,7 +9,7 @@ import pytest
 
 from toolkit.cli import main
 from toolkit.cli.parser import parse
-from toolkit.commands import COMMANDS
+from toolkit.commands import all_commands
 from toolkit.config.command import CommandOptions
 from toolkit.ui.loggers import read_metrics
 
@@ -31,11 +30,9 @@ def test_every_command_parses():
     commands = words_of("\n".join([*BLOCKS, inline, *other]))
     assert len(commands) >= 14
     for name, *options in commands:
-        module, positionals, _ = COMMANDS[name]
-        setup = importlib.import_module(module).setup
         if not {"--print_config", "--help"} & set(options):
-            assert parse(name, setup, positionals, options) is not None, options
-    options = set(CommandOptions(importlib.import_module(COMMANDS["pretrain"][0]).setup).options())
+            assert parse(name, options) is not None, options
+    options = set(CommandOptions(all_commands()["pretrain"].load()).options())
     known = options | {"help", "print_config", "config", "format", "name"}
     assert set(re.findall(r"--([a-z_]+(?:\.[a-z_]+)?)", PAGE)) <= known
 

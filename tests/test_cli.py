@@ -18,7 +18,7 @@ from helpers.cases import check_each, slow_except
 from tests.config.test_command import error_of, parse
 from toolkit import cli
 from toolkit.cli import parser
-from toolkit.commands import COMMANDS, pretrain
+from toolkit.commands import all_commands, pretrain
 from toolkit.config.command import CommandOptions
 from toolkit.distributed.signals import restore_handlers_on_exit
 from toolkit.errors import GuardError, StoppedBySignalError, UserError
@@ -33,7 +33,7 @@ def toolkit(*argv: str, **kwargs) -> subprocess.CompletedProcess:
 # ---- help
 
 
-HELP = [[], ["--help"], *([name, "--help"] for name in COMMANDS)]
+HELP = [[], ["--help"], *([name, "--help"] for name in all_commands())]
 
 
 @pytest.mark.parametrize("argv", slow_except([[], ["pretrain", "--help"], ["evaluate", "--help"]], HELP), ids=" ".join)
@@ -54,7 +54,7 @@ def test_help_is_fast_and_does_not_import_torch(argv):
 
 def test_overview_lists_every_command():
     shown = toolkit("--help").stdout
-    assert all(f"  {name} " in shown and text in shown for name, (_, _, text) in COMMANDS.items())
+    assert all(f"  {name} " in shown and command.help in shown for name, command in all_commands().items())
 
 
 def test_only_the_selected_command_is_imported():

@@ -7,7 +7,6 @@ the same structure, with the text intact or refused in one line.
 import ast
 import csv
 import gc
-import importlib
 import io
 import json
 import re
@@ -26,7 +25,7 @@ from rich.console import Console
 from tests.launching.test_launch import OPTIONS, OUT
 from toolkit.checkpoints.hf.card import write_model_card
 from toolkit.cli import main
-from toolkit.commands import COMMANDS, LAUNCH
+from toolkit.commands import all_commands
 from toolkit.config.checks import print_once
 from toolkit.config.command import CommandOptions
 from toolkit.config.types import union_members
@@ -60,8 +59,8 @@ RUNS = {  # models that are elsewhere: not planned
 
 def text_options(command: str, data: str = "PythonStdlib") -> list[str]:
     """Return the options that take text, by their types."""
-    options = CommandOptions(importlib.import_module(COMMANDS[command][0]).setup)
-    options.update({"data": OptionValue("", data)} if command != LAUNCH else {})
+    options = CommandOptions(all_commands()[command].load())
+    options.update({"data": OptionValue("", data)} if command != "launch" else {})
     return [name for name, option in options.options().items() if str in union_members(option.kind)]
 
 
@@ -185,7 +184,7 @@ def launch(format: str, command: str, option: str, is_own: bool, capsys) -> tupl
     """Return the file and the message of `toolkit launch` with an option of its own or of the command."""
     fixed = [word for word in OPTIONS[format] if word not in ("--gpu", "H100")]
     run = [*RUNS[command], "--devices", "1", "--accelerator", "cpu", "--out_dir", OUT[format]]
-    code = main([LAUNCH, format, *fixed, *[option] * is_own, "--", *run, *[option] * (not is_own)])
+    code = main(["launch", format, *fixed, *[option] * is_own, "--", *run, *[option] * (not is_own)])
     out, err = capsys.readouterr()
     assert code in (0, 2) and (code == 0) == bool(out), err
     return out or None, err
@@ -194,7 +193,7 @@ def launch(format: str, command: str, option: str, is_own: bool, capsys) -> tupl
 def test_no_option_of_launch_or_its_command_adds_lines_or_code(tmp_path, capsys):
     """Each option that takes text: the text is a word of the command, or refused in one line."""
     (tmp_path / "run").mkdir()
-    own = [("pretrain", name, True) for name in text_options(LAUNCH) if name != "out"]
+    own = [("pretrain", name, True) for name in text_options("launch") if name != "out"]
     pretrain = [("pretrain", name, False) for name in text_options("pretrain")]
     finetune = [("finetune_lora", name, False) for name in text_options("finetune_lora", "JSON")]
     assert len(own) > 6 and len(pretrain) > 20 and ("finetune_lora", "data.prompt_style", False) in finetune
@@ -226,7 +225,7 @@ def test_settings_file_of_a_stranger_is_no_part_of_the_file(tmp_path, capsys, mo
         settings = {"model_name": "pico-llama", "devices": 2, "accelerator": "cpu", "out_dir": OUT[format]}
         path = Path("/shared" if "/shared" in OPTIONS[format] else str(tmp_path), "settings.yaml")
         with mock.patch("toolkit.cli.parser.read_config", lambda file: settings | {name: f"/x{HOSTILE}"}):
-            assert main([LAUNCH, format, *OPTIONS[format], "--", "pretrain", "--config", str(path)]) == 2
+            assert main(["launch", format, *OPTIONS[format], "--", "pretrain", "--config", str(path)]) == 2
         out, err = capsys.readouterr()
         assert not out and err.count("\n") == 1 and f"{name} '/x" in err and err[:-1].isprintable(), err
 

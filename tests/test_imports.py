@@ -8,15 +8,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 
 import pytest
+from helpers.sources import EXTENSIONS, FILES, FOLDERS, file_name, module_name
 
 import toolkit
-from toolkit.commands import COMMANDS
+from toolkit.commands import all_commands
+from toolkit.extension import BUILT_IN
 
-PACKAGE = Path(toolkit.__file__).parent
-FILES = sorted(PACKAGE.rglob("*.py"))
 # From the bottom up; a package may import itself and lower ones. Imports inside functions and for types count too.
 LAYERS = [
     {"deferred", "errors", "escape", "private_torch", "version"},
@@ -40,8 +39,11 @@ LAYERS = [
     {"training"},
     {"diagnostics"},
     {"api", "commands", "model"},
+    {*BUILT_IN},
     {"cli", "__main__"},
 ]
+BETWEEN: dict[tuple[str, str], str] = {}
+"""Imports between built-in extensions, with the reason."""
 LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in packages}
 LIGHT = [
     "toolkit", "toolkit.cli", "toolkit.cli.parser", "toolkit.cli.help", "toolkit.config",
@@ -51,18 +53,13 @@ LIGHT = [
     "toolkit.io.tempfiles", "toolkit.io.paths", "toolkit.launching", "toolkit.io.safe_parse", "toolkit.models.config",
     "toolkit.models.config_checks",
     "toolkit.models.families", "toolkit.data", "toolkit.objectives", "toolkit.ui",
-    *(module for module, *_ in COMMANDS.values()),
+    *BUILT_IN, *(command.module for command in all_commands().values()),
 ]  # fmt: skip
 HEAVY = {"torch", "lightning.fabric", "litdata", "transformers", "tokenizers", "numpy", "rich"}
 
 
-def module_name(file: Path) -> str:
-    parts = ("toolkit", *file.relative_to(PACKAGE).with_suffix("").parts)
-    return ".".join(parts).removesuffix(".__init__")
-
-
 def level(module: str) -> int | None:
-    """Return the level of a module below ``toolkit``; None for the package itself."""
+    """Return the level of a module of toolkit or of a built-in extension; None for the package toolkit itself."""
     rest = module.removeprefix("toolkit.")
     is_config = re.match(r"models\.config(_checks)?(\.|$)", rest)
     return LEVEL["config"] if is_config else LEVEL.get(rest.partition(".")[0])
@@ -80,16 +77,16 @@ def _nodes():
 
 
 def imported(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
-    """Yield (line, module) for all imports of a file from toolkit, inside functions and for type checkers too."""
+    """Yield (line, module) for all imports from toolkit and built-in extensions, inside functions and for types too."""
     for node in nodes_of(source):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names if alias.name.split(".")[0] == "toolkit")
+            yield from ((node.lineno, alias.name) for alias in node.names if alias.name.split(".")[0] in FOLDERS)
         elif isinstance(node, ast.ImportFrom):
             origin = node.module or ""
             if node.level:
                 base = module.split(".")[: len(module.split(".")) - node.level + is_package]
                 origin = ".".join([*base, *filter(None, [origin])])
-            if origin.split(".")[0] == "toolkit":
+            if origin.split(".")[0] in FOLDERS:
                 # `from toolkit.models import config` imports toolkit.models.config
                 yield from ((node.lineno, f"{origin}.{alias.name}") for alias in node.names)
 
@@ -99,8 +96,17 @@ def upward_imports(source: str, module: str, is_package: bool) -> list[str]:
     return [
         f"{module}:{line} imports {name}"
         for line, name in imported(source, module, is_package)
-        if own is not None and (level(name) is None or level(name) > own)
+        if own is not None
+        and (level(name) is None or level(name) > own)
+        and not (module.split(".")[0] in BUILT_IN and name.partition(".")[2] in toolkit.__all__)  # as users do
     ]
+
+
+def imports_between(source: str, module: str, is_package: bool) -> set[tuple[str, str]]:
+    """Return the imports of other built-in extensions, as pairs of packages."""
+    own = module.partition(".")[0]
+    packages = {name.partition(".")[0] for _, name in imported(source, module, is_package)}
+    return {(own, package) for package in packages - {own, "toolkit"} if own in BUILT_IN}
 
 
 def test_imports_go_one_way():
@@ -110,6 +116,34 @@ def test_imports_go_one_way():
         for wrong in upward_imports(file.read_text(encoding="utf-8"), module_name(file), file.name == "__init__.py")
     ]
     assert not found, f"the order is {LAYERS}"
+
+
+def test_built_in_extensions_import_each_other_only_with_a_reason():
+    found = set()
+    for file in FILES:
+        found |= imports_between(file.read_text(encoding="utf-8"), module_name(file), file.name == "__init__.py")
+    assert found == BETWEEN.keys()
+    assert imports_between("def f():\n    from toolkit_doctor import verify", BUILT_IN[-1], True) or len(BUILT_IN) == 1
+
+
+def extensions_named(source: str) -> list[str]:
+    """Return the built-in extensions that a module names in a string."""
+    strings = [node.value for node in nodes_of(source) if isinstance(node, ast.Constant)]
+    return [name for text in strings if isinstance(text, str) for name in re.findall("|".join(BUILT_IN), text)]
+
+
+def test_toolkit_names_built_in_extensions_in_one_tuple():
+    files = [file for file in FILES if module_name(file).partition(".")[0] == "toolkit"]
+    found = {file_name(file): names for file in files if (names := extensions_named(file.read_text(encoding="utf-8")))}
+    names = found.pop("extension.py")
+    assert not found and names == [*BUILT_IN]
+    assert extensions_named("import_object('toolkit_doctor.verify')") and not extensions_named("x = toolkit_doctor")
+
+
+def test_built_in_extensions_are_the_folders_without_a_distribution():
+    folders = {path for path in EXTENSIONS.iterdir() if path.is_dir() and not (path / "pyproject.toml").exists()}
+    assert folders == {FOLDERS[name].parent for name in BUILT_IN}
+    assert all((folder / "README.md").exists() and any((folder / "tests").glob("test_*.py")) for folder in folders)
 
 
 def test_no_module_names_a_higher_one_in_a_string():
@@ -136,6 +170,9 @@ def test_upward_imports_are_detected():
     assert upward_imports("import toolkit.models.gpt", "toolkit.models.config", False)
     assert not upward_imports("from toolkit.models.config import ModelConfig", "toolkit.ui.live", False)
     assert not upward_imports("from . import base", "toolkit.data", True)
+    assert upward_imports("import toolkit_doctor", "toolkit.training.engine", False)
+    assert upward_imports("from toolkit.cli import parser", "toolkit_doctor.verify", False)
+    assert not upward_imports("from toolkit.training.run import Run", "toolkit_doctor.verify", False)
 
 
 def import_graph(sources: dict[str, tuple[str, bool]]) -> dict[str, set[str]]:
@@ -296,13 +333,13 @@ UNBOUNDED = {  # reads without a limit, with the reason
     },
     "the kernel's": {
         "distributed/memory.py root / 'proc' / 'self' / 'cgroup'", "distributed/memory.py above / file",
-        "diagnostics/environment.py Path('/proc/cpuinfo')", "diagnostics/environment.py Path('/proc/meminfo')",
+        "toolkit_doctor/environment.py Path('/proc/cpuinfo')", "toolkit_doctor/environment.py Path('/proc/meminfo')",
         "distributed/device.py Path('/proc/meminfo')", "io/tempfiles.py _BOOT_ID",
         "training/memory_stats.py Path('/proc/self/statm')",
     },
     "installed": {
         "data/chat/template.py _STYLES / f'{style}.jinja'", "extension.py file",
-        "diagnostics/environment.py file", "data/text/python_stdlib.py path",
+        "toolkit_doctor/environment.py file", "data/text/python_stdlib.py path",
         "reporting/page.py files('toolkit.reporting') / name",
     },
     "written by this process": {
@@ -348,7 +385,7 @@ def risky_file_calls(source: str, file: str) -> tuple[set[str], set[str]]:
 
 def test_files_are_read_to_a_limit_and_appended_to_without_following_links():
     """Files of a stranger's folder may be huge or links: toolkit.io.safe_parse has read_bounded and no_follow."""
-    found = [risky_file_calls(file.read_text(encoding="utf-8"), file.relative_to(PACKAGE).as_posix()) for file in FILES]
+    found = [risky_file_calls(file.read_text(encoding="utf-8"), file_name(file)) for file in FILES]
     unbounded, followed = (set().union(*calls) for calls in zip(*found, strict=True))
     assert unbounded == set().union(*UNBOUNDED.values()), "read_bounded, or a reason here"
     assert followed == FOLLOWED, "open(path, 'a', opener=no_follow), or a reason here"
@@ -410,8 +447,8 @@ def ungated(source: str, file: str) -> set[str]:
 
 
 def test_no_module_writes_or_escapes_foreign_text_without_the_gate():
-    files = [file for file in FILES if file.name != "escape.py"]
-    found = set().union(*(ungated(f.read_text(encoding="utf-8"), f.relative_to(PACKAGE).as_posix()) for f in files))
+    files = [file for file in FILES if file_name(file) != "escape.py"]
+    found = set().union(*(ungated(f.read_text(encoding="utf-8"), file_name(f)) for f in files))
     assert found == set().union(*WRITTEN.values()), "use toolkit.escape (notice for stderr), or give a reason here"
 
 

@@ -14,6 +14,9 @@ from xml.etree import ElementTree
 
 import pytest
 from helpers.cases import slow_except
+from helpers.sources import FOLDERS
+
+from toolkit.extension import BUILT_IN
 
 ROOT = Path(__file__).parents[1]
 FIRST, *_ = VERSIONS = ["3.10", "3.11", "3.12", "3.13"]
@@ -74,7 +77,8 @@ def run_python(version: str, folder: Path, *arguments: str | Path) -> subprocess
         (folder / "packages" / name).symlink_to(Path(sysconfig.get_path("purelib")) / name)
     if version == FIRST:
         (folder / "packages" / "exceptiongroup.py").write_text(GROUPS)
-    path = os.pathsep.join(map(str, [ROOT, ROOT / "tests", folder / "packages"]))
+    built_in = [FOLDERS[name].parent for name in BUILT_IN]
+    path = os.pathsep.join(map(str, [ROOT, *built_in, ROOT / "tests", folder / "packages"]))
     environment = os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
     return subprocess.run([python, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
 

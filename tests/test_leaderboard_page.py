@@ -9,7 +9,6 @@ from statistics import mean
 import pytest
 
 from toolkit.cli.parser import parse
-from toolkit.commands import evaluate, pretrain
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "tutorials" / "leaderboard.md").read_text()
@@ -28,19 +27,18 @@ def test_commands_parse(script, monkeypatch):
     monkeypatch.chdir(ROOT)
     commands = [shlex.split(line, comments=True) for block in re.findall(r"```bash\n(.*?)```", PAGE, re.S)
                 for line in block.replace("\\\n", "").splitlines()]  # fmt: skip
-    setups = {"pretrain": (pretrain.setup, ("model_name",)), "evaluate": (evaluate.setup, ("checkpoint_dir",))}
     seen = set()
     for program, name, *options in commands:
         seen.add(name)
         if program == "toolkit":
-            assert parse(name, *setups[name], options) is not None
+            assert parse(name, options) is not None
         else:
             assert (program, name) == ("python", "scripts/leaderboard.py")
             script.parse_arguments(options)
     assert seen == {"pretrain", "evaluate", "scripts/leaderboard.py"}
     assert len(OPTIONS) >= 6
     for options in OPTIONS:
-        assert parse("pretrain", pretrain.setup, ("model_name",), [*script.BASELINE, *shlex.split(options)]) is not None
+        assert parse("pretrain", [*script.BASELINE, *shlex.split(options)]) is not None
 
 
 def test_page_has_the_script_s_command_and_limits(script):

@@ -1,5 +1,6 @@
 """The wheel, installed in an environment without the source tree, trains; no package outgrows its budget."""
 
+import ast
 import os
 import re
 import shutil
@@ -13,32 +14,24 @@ from pathlib import Path
 
 import pytest
 from helpers.small_runs import text_data
+from helpers.sources import FILES, module_name
+
+from toolkit.extension import BUILT_IN
 
 ROOT = Path(__file__).parents[1]
-# Tokens of each package. Who raises a line says in the commit why no code could go instead. After a cut, lower it:
-# `python tests/test_packaging.py` prints the table as it is now, rounded up to the next hundred.
+# Tokens of the core and of each built-in extension. Who raises a line says in the commit why no code could go instead.
+# After a cut, lower it: `python tests/test_packaging.py` prints the table as it is now, rounded up to the next hundred.
 BUDGET = {
-    "data": 68_700,
-    "models": 60_500,
-    "checkpoints": 48_600,
-    "metrics": 5_000,
-    "planning": 19_500,
-    "measure": 15_800,
-    "training": 41_400,
-    "distributed": 27_200,
-    "diagnostics": 14_000,
-    "config": 12_400,
-    "inference": 8_900,
-    "ui": 9_100,
-    "commands": 9_700,
-    "optim": 9_400,
-    "reporting": 8_300,
-    "io": 5_700,
-    "serving": 5_300,
-    "(top level)": 6_000,
-    "objectives": 6_500,
-    "launching": 1_900,
-    "cli": 4_300,
+    "toolkit": 392_000,
+    "doctor": 12_000,
+    "launch": 4_500,
+    "serve": 9_500,
+    "report": 11_000,
+    "foreign": 6_500,
+    "metric": 11_000,
+    "interop": 16_500,
+    "align": 16_500,
+    "plan": 36_000,
 }
 
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
@@ -59,18 +52,25 @@ def tokens_of(file: Path) -> int:
 
 
 def tokens_by_package() -> dict[str, int]:
+    """Count the tokens of the core and of each built-in extension, by its name."""
     counts = Counter()
-    for file in (ROOT / "toolkit").rglob("*.py"):
-        package, *inside = file.relative_to(ROOT / "toolkit").parts
-        counts[package if inside else "(top level)"] += tokens_of(file)
+    for file in FILES:
+        counts[module_name(file).partition(".")[0].removeprefix("toolkit_")] += tokens_of(file)
     return dict(counts.most_common())
 
 
-def test_no_package_has_more_tokens_than_its_line():
+def test_nothing_has_more_tokens_than_its_line():
     counts = tokens_by_package()
-    assert counts.keys() == BUDGET.keys()
+    assert counts.keys() <= BUDGET.keys()
     over = [f"{name}: {n:,}, allowed {BUDGET[name]:,}" for name, n in counts.items() if n > BUDGET[name]]
     assert not over, f"{over}: remove other code, or raise the line in BUDGET and give the reason in the commit"
+
+
+def test_built_in_extensions_are_in_the_distribution():
+    """setuptools ships nothing of a folder that it does not find, and says nothing."""
+    (where,) = re.findall(r"^where = (\[.*?\])", (ROOT / "pyproject.toml").read_text(), re.M | re.S)
+    folders = [f"extensions/{name.removeprefix('toolkit_')}" for name in BUILT_IN]
+    assert sorted(ast.literal_eval(where)) == sorted([".", *folders])
 
 
 @pytest.mark.slow

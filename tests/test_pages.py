@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import yaml
+from helpers.sources import FILES
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "tutorials").glob("*.md"))
@@ -46,7 +47,7 @@ def test_names_of_pages_in_code_and_files_exist():
 
 def test_sections_that_messages_name_exist():
     """A message ends with ``(see PAGE: SECTION)``, in lower case or as the heading has it."""
-    sources = [path.read_text() for path in (ROOT / "toolkit").rglob("*.py")]
+    sources = [path.read_text() for path in FILES]
     named = {pair for source in sources for pair in re.findall(r"\(see (\w+): ([\w -]+)\)", source)}
     assert {section.lower() for _, section in named} >= {"out of memory", "diverging", "hanging", "nccl"}
     for page, section in named:

@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader
 
 import toolkit
 from toolkit.cli.parser import parse
-from toolkit.commands import pretrain
 from toolkit.errors import UserError
 from toolkit.planning.options import check_start
 from toolkit.planning.training_options import run_args
@@ -132,7 +131,7 @@ def test_names_of_other_libraries_are_answered():
         ("--data Alpaca2k", "--tokenizer_dir"),
     ):
         with pytest.raises(UserError, match=text):
-            check_start(run_args(**parse("pretrain", pretrain.setup, ("model_name",), words.split())))
+            check_start(run_args(**parse("pretrain", words.split())))
 
 
 def test_imports_of_guides(capsys):

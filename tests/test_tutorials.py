@@ -3,7 +3,6 @@
 import contextlib
 import csv
 import dataclasses
-import importlib
 import json
 import os
 import re
@@ -22,7 +21,7 @@ from toolkit import extension
 from toolkit.checkpoints.folder import load_model
 from toolkit.cli import main
 from toolkit.cli.parser import parse
-from toolkit.commands import COMMANDS
+from toolkit.commands import all_commands
 from toolkit.config.command import CommandOptions
 from toolkit.config.other_tools import suggest_option
 from toolkit.data.tokenizer import train_bpe
@@ -123,8 +122,8 @@ def test_troubleshooting_page_names_options_that_exist():
     page = "".join(
         (ROOT / "tutorials" / f"{name}.md").read_text() for name in ("troubleshooting", "slow", "popular_guides")
     )
-    modules = [importlib.import_module(module) for module, _, _ in COMMANDS.values()]
-    known = {option for module in modules for option in CommandOptions(module.setup).options()}
+    setups = [command.load() for command in all_commands().values()]
+    known = {option for setup in setups for option in CommandOptions(setup).options()}
     named = set(re.findall(r"--([a-z_]+(?:\.[a-z_]+)?)", page))
     assert len(named) > 30 and named <= known | {"help"}
 
@@ -140,7 +139,7 @@ def test_every_finetuning_and_conversion_command_parses(tmp_path, monkeypatch):
         run(block, tmp_path, ARGUMENTS=str(tmp_path / "arguments"))
     monkeypatch.chdir(tmp_path)
     lines = [line.split("\0") for line in (tmp_path / "arguments").read_text().removesuffix("\0\0").split("\0\0")]
-    assert {name for name, *_ in lines} >= set(COMMANDS) - {
+    assert {name for name, *_ in lines} >= set(all_commands()) - {
         "pretrain",
         "prepare_data",
         "generate",
@@ -155,10 +154,9 @@ def test_every_finetuning_and_conversion_command_parses(tmp_path, monkeypatch):
         "completion",
     }
     for name, *options in lines:
-        module, positionals, _ = COMMANDS[name]
         if "gpt2_train_cfg.yaml" in options:
             continue  # minGPT's: tests/config/test_other_formats.py
-        assert parse(name, importlib.import_module(module).setup, positionals, options) is not None
+        assert parse(name, options) is not None
 
 
 @pytest.mark.slow
@@ -182,8 +180,8 @@ def test_commands_for_users_of_other_tools_run(page, tmp_path):
 
 def test_pages_for_users_of_other_tools_agree_with_the_hints():
     """Where an unknown flag gets a hint, the tables of the pages have the same option."""
-    modules = [importlib.import_module(COMMANDS[name][0]) for name in ("pretrain", "finetune_lora")]
-    options = {option for module in modules for option in CommandOptions(module.setup).options()}
+    setups = [all_commands()[name].load() for name in ("pretrain", "finetune_lora")]
+    options = {option for setup in setups for option in CommandOptions(setup).options()}
     checked = set()
     for page in OTHER_TOOLS:
         column = None

@@ -17,6 +17,11 @@ from typing import Any, NamedTuple
 
 from toolkit.errors import UserError, notice, one_line
 
+BUILT_IN = ("toolkit_doctor",)
+"""The modules of the built-in extensions, which are installed with toolkit: extensions/NAME/toolkit_NAME.
+
+Modules, not entry points: a distribution has one extension, and an installation may be older than the sources.
+"""
 GROUP = "toolkit.extensions"
 KINDS = (
     "families", "data", "compilers", "strategies", "loggers", "callbacks", "optimizers", "objectives",
@@ -26,6 +31,48 @@ KINDS = (
 Names = Mapping[str, str]
 PLACES = ("before", "metrics", "outputs", "after")
 """The names of :attr:`Extension.run_callbacks`, in the order of a run's callbacks."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand of ``toolkit``.
+
+    Args:
+        module: Dotted path of a module with ``setup(...)``: its typed parameters are the command's options, their
+            descriptions its help. It imports torch only when ``setup`` runs.
+        help: One line for ``toolkit --help``.
+        positionals: Parameters whose flag may be omitted, in order.
+        example: A command line for the help.
+        after: The command that precedes it in ``toolkit --help``. Default: it is listed last.
+        wraps_training: Whether it takes a training command and its options, as in ``toolkit NAME pretrain ...``. The
+            parameters of ``setup`` are ``command``, and the training command's options as ``run``.
+        other_words: Words that may stand in place of that training command.
+        takes_training: Whether it takes a training command after ``--``, as ``training``, a :class:`CommandLine`.
+        is_distributed: Whether it may run on several processes.
+        takes_list: Whether the last positional parameter takes several words. ``setup`` gets them joined by commas.
+    """
+
+    module: str
+    help: str
+    positionals: tuple[str, ...] = ()
+    example: str | None = None
+    after: str | None = None
+    wraps_training: bool = False
+    other_words: tuple[str, ...] = ()
+    takes_training: bool = False
+    is_distributed: bool = False
+    takes_list: bool = False
+
+    def load(self) -> Callable[..., None]:
+        """Import the command and return its ``setup``."""
+        return import_object(f"{self.module}.setup")
+
+
+class CommandLine(NamedTuple):
+    """A training command line: its words, the command first, and its options."""
+
+    words: list[str]
+    options: Any  # TrainingOptions
 
 
 @dataclass(frozen=True)
@@ -48,6 +95,7 @@ class Extension:
         metrics: Functions of generated answers, see :mod:`toolkit.metrics`, for ``--eval.metric``.
         run_callbacks: Functions ``make(launch, stack)`` that add callbacks to every run, by their place in
             :data:`PLACES`, see :func:`toolkit.training.callbacks.registered.make_callbacks`.
+        commands: Subcommands, by name, if the extension is installed.
         check: Path of a function that gets the :class:`toolkit.planning.run_args.RunArgs` of every run and raises a
             UserError if options of the extension have no effect or are incompatible.
     """
@@ -63,6 +111,7 @@ class Extension:
     option_groups: Names = field(default_factory=dict)
     metrics: Names = field(default_factory=dict)
     run_callbacks: Names = field(default_factory=dict)
+    commands: Mapping[str, Command] = field(default_factory=dict)
     check: str | None = None
 
     def __post_init__(self) -> None:
@@ -73,6 +122,8 @@ class Extension:
                 raise TypeError(f"{kind} {names}: must map names to dotted paths, as strings")
         if unknown := [place for place in self.run_callbacks if place not in PLACES]:
             raise TypeError(f"run_callbacks {unknown[0]}: must be one of {', '.join(PLACES)}")
+        if not all(isinstance(command, Command) for command in self.commands.values()):
+            raise TypeError(f"commands {self.commands}: must map names to objects of toolkit.extension.Command")
 
 
 LIBRARIES = Extension(
@@ -84,7 +135,7 @@ LIBRARIES = Extension(
 class Entry(NamedTuple):
     """A registered name. ``origin`` is the extension's distribution, or its module if it is not installed.
 
-    For :data:`LIBRARIES` it is ``toolkit``.
+    For :data:`LIBRARIES` and built-in extensions it is ``toolkit``.
     """
 
     path: str
@@ -107,6 +158,30 @@ def _installed() -> dict[str, tuple[Extension, str]]:
         except UserError as error:  # a broken package must not stop every command
             notice(one_line(f"warning: not used: {error}"))
     return extensions_by_name
+
+
+@cache
+def _built_in() -> tuple[dict[str, Extension], str]:
+    """Return the built-in extensions, and how to get those that cannot be imported."""
+    loaded, missing = {}, []
+    for name in BUILT_IN:
+        try:
+            loaded[name] = _import_extension(name, name)
+        except UserError as error:
+            missing.append(one_line(error))
+    hint = "this installation is older than its sources: run pip install -e . again" if missing else ""
+    return loaded, f"{'; '.join(missing)}; {hint}" if missing else ""
+
+
+def missing_built_in() -> str:
+    """Return a message on built-in extensions that cannot be imported; empty if there are none."""
+    return _built_in()[1]
+
+
+def all_extensions() -> Iterator[tuple[str, Extension]]:
+    """Yield all extensions, the built-in ones first, with their origin, see :class:`Entry`."""
+    yield from (("toolkit", extension) for extension in (LIBRARIES, *_built_in()[0].values()))
+    yield from extensions().items()
 
 
 def is_known(name: str) -> bool:
@@ -137,14 +212,14 @@ def split_names(value: Any, source: str = "--extensions") -> list[str]:
 
 
 def extensions() -> dict[str, Extension]:
-    """Return all extensions by origin, see :class:`Entry`."""
+    """Return the extensions that are not built in, by origin, see :class:`Entry`."""
     return {name: extension for name, (extension, _) in _installed().items()} | _module_extensions
 
 
 def registered(kind: str, builtin_names: Collection[str] = ()) -> dict[str, Entry]:
     """Return all extensions' entries of a kind (see :data:`KINDS`) by name. Reject duplicates and ``builtin_names``."""
     entries: dict[str, Entry] = {}
-    for origin, extension in ({"toolkit": LIBRARIES} | extensions()).items():
+    for origin, extension in all_extensions():
         for name, path in getattr(extension, kind).items():
             if name in builtin_names or name in entries:
                 other = entries[name].origin if name in entries else "toolkit"
@@ -161,7 +236,7 @@ def load_registered(kind: str, name: str) -> Any:
 
 def load_from_all(kind: str, name: str) -> Iterator[Any]:
     """Import what each extension registers under a name that several may have."""
-    for origin, extension in extensions().items():
+    for origin, extension in all_extensions():
         if (path := getattr(extension, kind).get(name)) is not None:
             yield load_object(path, f"extension {origin}: {kind} {name}: {path}")
 
@@ -179,7 +254,7 @@ def import_by_name(package: str, paths: Names) -> Callable[[str], Any]:
 
 def run_checks(args: Any) -> None:
     """Call each extension's check with the arguments of a run."""
-    for origin, extension in extensions().items():
+    for origin, extension in all_extensions():
         if extension.check is not None:
             load_object(extension.check, f"extension {origin}: check {extension.check}")(args)
 
@@ -198,7 +273,8 @@ def describe_extensions() -> Iterator[str]:
     from importlib.metadata import version
 
     for origin, extension in extensions().items():
-        names = [f"{kind}: {', '.join(getattr(extension, kind))}" for kind in KINDS if getattr(extension, kind)]
+        kinds = [kind for kind in (*KINDS, "commands") if getattr(extension, kind)]
+        names = [f"{kind}: {', '.join(getattr(extension, kind))}" for kind in kinds]
         number = f" {version(origin)}" if origin in _installed() else ""
         yield f"{origin}{number} ({'; '.join(names).replace('_', ' ')})"
 
@@ -212,6 +288,7 @@ def extension_versions() -> dict[str, str]:
         installed = _installed().get(origin)
         paths = [path for kind in KINDS for path in getattr(extension, kind).values()] + [extension.check or ""]
         modules = {(origin if installed is None else installed[1]), *(path.rpartition(".")[0] for path in paths)}
+        modules |= {command.module for command in extension.commands.values()}
         number = "" if installed is None else f"{version(origin)} "
         versions[origin] = f"{number}(sources {hash_sources(modules - {''})})"
     return versions

@@ -12,7 +12,6 @@ from helpers.cases import check_each, slow_except
 
 from toolkit.cli import main
 from toolkit.cli.parser import parse
-from toolkit.commands import finetune_lora, pretrain
 from toolkit.errors import UserError
 from toolkit.planning import advice
 from toolkit.planning.plan import device_spec_of, run_args_of
@@ -315,7 +314,7 @@ def test_the_end_says_what_the_run_would_still_refuse(capsys, tmp_path, monkeypa
 
 def test_oom_advice_uses_the_runs_values(monkeypatch):
     monkeypatch.setattr(advice, "device_memory", lambda device: 24e9)
-    arguments = parse("pretrain", pretrain.setup, ("model_name",), ["pythia-160m", "--train.micro_batch_size", "64"])
+    arguments = parse("pretrain", ["pythia-160m", "--train.micro_batch_size", "64"])
     with run_args_of(**arguments) as args:
         error = advice.out_of_memory(args, DeviceSpec("cuda", 1, 1))
     assert isinstance(error, UserError)
@@ -327,7 +326,7 @@ def test_oom_advice_goes_on_from_the_runs_checkpointing(monkeypatch):
     monkeypatch.setattr(advice, "device_memory", lambda device: 24e9)
     words = ["meta-llama/Meta-Llama-3-8B", "--train.max_seq_length", "8192"]
     words += ["--data.json_path", "x", "--train.activation_checkpointing", "selective"]
-    with run_args_of(**parse("finetune_lora", finetune_lora.setup, ("checkpoint_dir",), words)) as args:
+    with run_args_of(**parse("finetune_lora", words)) as args:
         error = str(advice.out_of_memory(args, DeviceSpec("cuda", 1, 1)))
     assert "use --train.activation_checkpointing full (" in error and "selective (" not in error
 
@@ -340,12 +339,12 @@ def test_adapters_that_are_too_large_are_the_advice(capsys):
 
 
 def test_finetuning_arguments_match_the_command():
-    arguments = parse("finetune_lora", finetune_lora.setup, ("checkpoint_dir",),
+    arguments = parse("finetune_lora",
                       ["HuggingFaceTB/SmolLM2-135M-Instruct", "--lora_r", "4", "--data.json_path", "x"])  # fmt: skip
     with run_args_of(**arguments) as args:
         assert args.command == "finetune_lora" and args.lora.r == 4
         assert device_spec_of(args) == DeviceSpec("cuda", 1, 1)
-    with run_args_of(**parse("pretrain", pretrain.setup, (), [])) as args:
+    with run_args_of(**parse("pretrain", [])) as args:
         assert args.command == "pretrain"
 
 

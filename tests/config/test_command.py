@@ -1,6 +1,5 @@
 """Options of a command: documented spellings, YAML files, one-line errors."""
 
-import importlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from helpers.cases import check_each
 from jsonargparse.typing import NonNegativeFloat, PositiveInt, restricted_number_type
 
 from toolkit.cli import parser as cli_parser
-from toolkit.commands import COMMANDS, pretrain
+from toolkit.commands import all_commands, pretrain
 from toolkit.config import EvalArgs, TrainArgs
 from toolkit.config.classes import class_path, classes_of, parameters_of
 from toolkit.config.command import CommandOptions
@@ -20,13 +19,19 @@ from toolkit.config.types import union_members
 from toolkit.config.values import OptionValue
 from toolkit.data import DataModule, LitData, Preference, PythonStdlib, SyntheticTokens, TextFiles
 from toolkit.errors import UserError
+from toolkit.extension import Command
 from toolkit.models.lora_config import LoRAOptions
 from toolkit.objectives import Objective
 
 
+class LocalCommand(Command):
+    def load(self):
+        return self.module
+
+
 def parse(*argv: str, setup=pretrain.setup, positionals=("model_name",)) -> dict:
     """Return the arguments, a training command's by option; None after printing."""
-    found = cli_parser.parse("pretrain", setup, positionals, list(argv))
+    found = cli_parser.parse("pretrain", list(argv), LocalCommand(setup, "", positionals))
     if found and "options" in found:
         found = dict(vars(found["options"]))
         found |= vars(found.pop("shared")) | found.pop("groups")
@@ -373,8 +378,8 @@ NO_PATHS = {"eval.metric", "data.prompt_style", "prompt_style", "data.repo_id", 
 def path_options() -> dict[str, Any]:
     """Return the types of the text options of all commands and classes whose help says that they take a path."""
     options = {}
-    for module, *_ in COMMANDS.values():
-        command = CommandOptions(importlib.import_module(module).setup)
+    for subcommand in all_commands().values():
+        command = CommandOptions(subcommand.load())
         options |= command.options()
         for group in command.class_options:
             for cls in command.choices(group).values():
@@ -496,9 +501,8 @@ WORDS_OF_OTHER_TOOLS = {
 def test_words_of_other_tools_have_their_hint():
     def check(line: str, hint: str) -> None:
         name, *words = line.split()
-        module, positionals, _ = COMMANDS[name]
         with pytest.raises(UserError) as caught:
-            cli_parser.parse(name, importlib.import_module(module).setup, positionals, words)
+            cli_parser.parse(name, words)
         assert hint in str(caught.value)
 
     check_each(check, WORDS_OF_OTHER_TOOLS.items())

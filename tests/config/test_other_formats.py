@@ -9,7 +9,6 @@ import yaml
 
 from toolkit.cli import main
 from toolkit.cli import parser as cli_parser
-from toolkit.commands import pretrain
 from toolkit.config import PRETRAIN
 from toolkit.config.other_formats import FORMATS
 from toolkit.data import CharText, SyntheticTokens
@@ -103,7 +102,7 @@ def parse(tmp_path, monkeypatch):
         for i, content in enumerate(contents if isinstance(contents, list) else [contents]):
             Path(f"file{i}.yaml").write_text(content if isinstance(content, str) else yaml.safe_dump(content))
             words += ["--config", f"file{i}.yaml"]
-        found = cli_parser.parse("pretrain", pretrain.setup, ("model_name",), [*words, *flags])
+        found = cli_parser.parse("pretrain", [*words, *flags])
         return vars(found["options"]) | vars(found["options"].shared)
 
     return run

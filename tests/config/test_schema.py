@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from toolkit.cli import main
-from toolkit.commands import COMMANDS, TRAINING, WRAPPING
+from toolkit.commands import TRAINING, all_commands
 
 ROOT = Path(__file__).parents[2]
 SCHEMAS = {name: json.loads((ROOT / "config_hub" / "schema" / f"{name}.json").read_text()) for name in TRAINING}
@@ -42,7 +42,10 @@ def test_the_files_of_config_hub_are_current(command, capsys):
     jsonschema.Draft7Validator.check_schema(SCHEMAS[command])
 
 
-@pytest.mark.parametrize("command", sorted(COMMANDS.keys() - set(WRAPPING) - set(TRAINING)))
+OTHERS = [name for name, command in all_commands().items() if name not in TRAINING and not command.wraps_training]
+
+
+@pytest.mark.parametrize("command", OTHERS)
 def test_every_command_has_a_schema(command, capsys):
     assert main(["schema", command]) == 0
     jsonschema.Draft7Validator.check_schema(json.loads(capsys.readouterr().out))

@@ -42,13 +42,13 @@ def test_yaml_flags_and_python_give_the_same_mixture(tmp_path):
         change_weights=True,
     )
     for words in ([*config, *overrides], [*overrides, *config]):  # flags override files wherever they stand
-        found = parse("pretrain", setup, ("model_name",), words)["options"].data
+        found = parse("pretrain", words)["options"].data
         assert found == expected and found.modules == expected.modules
     written = tmp_path / "again.yaml"
     command = CommandOptions(setup)
     command.update(command.flatten({"data": {"class_path": "Mixture", "init_args": asdict(expected)}}, "x"))
     written.write_text(dump(command, command.resolve(), []))
-    again = parse("pretrain", setup, ("model_name",), ["--config", str(written)])["options"].data
+    again = parse("pretrain", ["--config", str(written)])["options"].data
     assert again == expected and again.modules == expected.modules
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from tests.faults.fuzz_models import MESSAGES, changed
 from tests.faults.mutate import zst
 from toolkit.cli.parser import parse
-from toolkit.commands import pretrain
 from toolkit.data import LitData
 from toolkit.data.sft.readers import KINDS, describe_row, find_splits
 from toolkit.data.sft.schemas import parse_row
@@ -82,7 +81,7 @@ def make_options(folder: Path) -> list[str]:
 def read_options(folder: Path) -> None:
     for name in changed(folder, {name: text.encode() for name, text in CONFIGS.items()}):
         words = ["--config", str(folder / name), "--accelerator", "cpu", "--devices", "2"]
-        parse("pretrain", pretrain.setup, ("model_name",), words)
+        parse("pretrain", words)
 
 
 def make_rows(folder: Path) -> list[str]:

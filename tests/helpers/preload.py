@@ -9,13 +9,12 @@ from helpers import rank_worker  # noqa: F401
 from helpers.surroundings import freeze_objects
 from toolkit import extension
 from toolkit.cli.parser import parse
-from toolkit.commands import finetune_lora, pretrain
 from toolkit.training import rank_consistency
 from toolkit.ui.events import package_versions
 
 with mock.patch.object(extension, "_installed", dict):
-    parse("pretrain", pretrain.setup, ("model_name",), ["--data", "TextFiles", "--data.train_data_path", "."])
-    parse("finetune_lora", finetune_lora.setup, ("checkpoint_dir",), [".", "--data", "JSON", "--data.json_path", "."])
+    parse("pretrain", ["--data", "TextFiles", "--data.train_data_path", "."])
+    parse("finetune_lora", [".", "--data", "JSON", "--data.json_path", "."])
 package_versions()
 rank_consistency._own_version()
 freeze_objects()

@@ -14,12 +14,12 @@ from types import ModuleType, SimpleNamespace
 from typing import ClassVar, NamedTuple, Union
 
 from lightning.fabric.strategies.launchers import subprocess_script
+from toolkit_doctor import single_process
 
 from helpers.groups import SERVER, start_server
 from helpers.small_runs import text_data
 from helpers.surroundings import short_outputs
 from toolkit import cli
-from toolkit.diagnostics import single_process
 from toolkit.distributed.signals import ignore_until_exit
 
 PRETRAIN = ["-m", "toolkit", "pretrain", "pico-llama", "--accelerator", "cpu"]

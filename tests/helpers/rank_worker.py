@@ -21,6 +21,8 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
+from toolkit_doctor import communication, single_process
+from toolkit_doctor.gradients import GradientRecorder
 from torch import distributed as dist
 from torch._dynamo.utils import counters
 from torch.autograd import profiler_legacy
@@ -36,8 +38,6 @@ from helpers.surroundings import freeze_objects, set_cpu, short_outputs
 from toolkit import cli, extension
 from toolkit.checkpoints.run import sharded, state_dicts
 from toolkit.checkpoints.run.state_dicts import full_state
-from toolkit.diagnostics import communication, single_process
-from toolkit.diagnostics.gradients import GradientRecorder
 from toolkit.distributed import fsdp, ranks, strategy
 from toolkit.distributed.shards import shard_of, sharded_values
 from toolkit.distributed.tensor_parallel import cuts_of

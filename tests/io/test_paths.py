@@ -13,7 +13,7 @@ import toolkit
 from tests.checkpoints.test_adapters import make
 from tests.commands.test_consolidate import make_checkpoint, shard
 from toolkit.cli import main
-from toolkit.commands import COMMANDS, TRAINING, WRAPPING
+from toolkit.commands import TRAINING, all_commands
 from toolkit.config.command import CommandOptions
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
@@ -32,11 +32,10 @@ NO_PATHS = {
 def path_options() -> list[tuple[str, list[str], str]]:
     """Return (command, words that choose the data, option) of every string option of toolkit that is a path."""
     found = []
-    for name, (module, _, _) in COMMANDS.items():
-        setup = importlib.import_module(module).setup
-        if name in WRAPPING:
+    for name, subcommand in all_commands().items():
+        if subcommand.wraps_training:
             continue  # the options of another command
-        command = CommandOptions(setup)
+        command = CommandOptions(subcommand.load())
         kinds = [(group, kind) for group in command.class_options for kind in command.choices(group).items()] or [None]
         for chosen in kinds:
             words = []

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from toolkit.cli.parser import parse
-from toolkit.commands.pretrain import setup
 from toolkit.config import FINETUNE, PRETRAIN, TrainArgs
 from toolkit.errors import UserError
 from toolkit.optim.schedule import build_schedule, describe_scaling
@@ -90,7 +89,7 @@ def test_tutorial_shows_the_line_of_its_command():
     page = (Path(__file__).parents[2] / "tutorials" / "distributed.md").read_text()
     (command,) = re.findall(r"^toolkit (pretrain .*--train.lr_base_batch .*)$", page, re.M)
     name, *flags = command.split()
-    train = parse(name, setup, ("model_name",), flags)["options"].train
+    train = parse(name, flags)["options"].train
     assert describe_scaling(train, build_schedule(train, train.max_steps, PRETRAIN), PRETRAIN) in " ".join(page.split())
     assert describe_scaling(TrainArgs(), schedule(), PRETRAIN) is None
 

@@ -6,7 +6,6 @@ import pytest
 from helpers.cases import check_each
 
 from toolkit.cli.parser import parse
-from toolkit.commands import pretrain
 from toolkit.data.tokenizer import train_bpe
 from toolkit.errors import UserError
 from toolkit.models.families import get_config, list_names
@@ -29,7 +28,7 @@ def here(tmp_path, monkeypatch):
 
 
 def read(words: str) -> RunArgs:
-    return run_args(**parse("pretrain", pretrain.setup, ("model_name",), words.split()))
+    return run_args(**parse("pretrain", words.split()))
 
 
 def write_tokenizer(folder: Path) -> str:

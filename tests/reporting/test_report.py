@@ -21,7 +21,6 @@ from toolkit.checkpoints.lock import exclusive_lock
 from toolkit.checkpoints.manifest import parse_manifest
 from toolkit.cli import main
 from toolkit.cli.parser import parse
-from toolkit.commands.pretrain import setup
 from toolkit.errors import UserError
 from toolkit.io.safe_parse import MAX_BYTES
 from toolkit.io.storage import Storage, StorageError
@@ -241,7 +240,7 @@ def test_command_repeats_the_run(tmp_path):
     words += ["--data", "TextFiles", "--data.train_data_path", "it's", "--eval.interval", "0"]
 
     def resolved(words: list[str]) -> dict:
-        args = run_args(**parse("pretrain", setup, ("model_name",), words))
+        args = run_args(**parse("pretrain", words))
         return json.loads(json.dumps(hyperparameters(args.requested), default=str))
 
     run = read_run(write_run(tmp_path / "run", **resolved(words)))

@@ -62,7 +62,7 @@ def arguments(command, base, questions, out, *flags):
         "--out_dir", str(out), "--accelerator", "cpu", "--train.global_batch_size", "8", "--train.micro_batch_size",
         "2", "--train.max_steps", "6", "--train.learning_rate", "1e-2", *flags,
     ]  # fmt: skip
-    return run_args(**parse("finetune", command.setup, ("checkpoint_dir",), words))
+    return run_args(**parse(command.__name__.rpartition(".")[2], words))
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +159,7 @@ def test_hyperparameters_yaml_repeats_the_run(base, questions, tmp_path):
     config = tmp_path / "a" / "final" / "hyperparameters.yaml"
     assert yaml.safe_load(config.read_text())["lora_r"] == 4
     words = ["--config", str(config), "--out_dir", str(tmp_path / "b")]
-    run_training(run_args(**parse("x", finetune_lora.setup, ("checkpoint_dir",), words)))
+    run_training(run_args(**parse("finetune_lora", words)))
     first, second = (load_state(tmp_path / run / "final" / ADAPTERS) for run in "ab")
     assert all(torch.equal(first[name], second[name]) for name in first)
 
@@ -216,7 +216,7 @@ def test_s4_no_secret_is_an_option_or_is_saved(base, questions, tmp_path, name, 
 
 def test_defaults_are_three_epochs_and_those_of_the_command(base, questions):
     words = [str(base), "--data.json_path", str(questions), "--accelerator", "cpu"]
-    args = run_args(**parse("x", finetune_lora.setup, ("checkpoint_dir",), words))
+    args = run_args(**parse("finetune_lora", words))
     resolved = resolve_auto(args, DeviceSpec("cpu", 1, 1))
     assert args.train.learning_rate == 2e-4 and args.train.epochs is None and resolved.args.train.epochs == 3
     assert resolved.optimizer == {"name": "AdamW", "weight_decay": 0.0, "betas": (0.9, 0.999)}

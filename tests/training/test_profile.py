@@ -13,7 +13,7 @@ from helpers.groups import Case, losses, run_group
 from tests.training.test_run import arguments, rows_of
 from toolkit.cli import main
 from toolkit.cli.parser import parse
-from toolkit.commands import COMMANDS, TRAINING
+from toolkit.commands import TRAINING
 from toolkit.config import ProfilerArgs
 from toolkit.errors import UserError
 from toolkit.training import garbage, throughput
@@ -90,10 +90,8 @@ def test_table_of_many_ranks_shows_those_that_wait_least():
 
 @pytest.mark.parametrize("command", slow_except(["pretrain"], TRAINING))
 def test_bare_flag_in_every_training_command(command):
-    module, positionals, _ = COMMANDS[command]
-    setup = __import__(module, fromlist=["setup"]).setup
     for words in (["--profile"], ["--profile", "true"], ["--profile=true"]):
-        arguments = parse(command, setup, positionals, [*(["x"] if command != "pretrain" else []), *words, *SHORT])
+        arguments = parse(command, [*(["x"] if command != "pretrain" else []), *words, *SHORT])
         assert arguments["options"].shared.profile is True and arguments["options"].shared.profiler.active == 2
 
 

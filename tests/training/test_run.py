@@ -17,6 +17,7 @@ from helpers.processes import pretrain
 from helpers.small_runs import text_data
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision import MixedPrecision
+from toolkit_doctor.short_run import short_run_args
 
 from toolkit.checkpoints.lock import exclusive_lock
 from toolkit.checkpoints.weights import load_state, load_weights
@@ -36,7 +37,6 @@ from toolkit.training import run as run_module
 from toolkit.training.checkpoint_meta import RunFingerprint
 from toolkit.training.engine import resolve_run, run_training, start
 from toolkit.training.run import Run
-from toolkit.training.short_run import short_run_args
 
 
 def arguments(corpus: Path, out_dir: Path, *, train=None, evaluation=None, data=None, **options) -> RunArgs:

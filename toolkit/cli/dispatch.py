@@ -14,13 +14,14 @@ from errno import EPIPE
 from importlib.abc import MetaPathFinder
 from typing import Any, TextIO, cast
 
-from toolkit.commands import COMMANDS, DISTRIBUTED, TRAINING
+from toolkit.commands import COMMANDS, TRAINING, all_commands
 from toolkit.config import other_tools
 from toolkit.config.checks import print_once
 from toolkit.distributed.rendezvous import report_failure
 from toolkit.distributed.restarts import end_with_parent, is_supervised, supervise
 from toolkit.distributed.signals import hold_signals, ignore_until_exit
 from toolkit.errors import CommandError, TerminatedError, did_you_mean, notice, one_line, require_bitsandbytes
+from toolkit.extension import missing_built_in
 from toolkit.io.atomic import NO_SPACE
 from toolkit.io.streams import EscapedOutput, SafeOutput, open_missing_streams
 
@@ -53,31 +54,35 @@ def main(argv: list[str] | None = None) -> int:
 
 def dispatch(argv: list[str]) -> int:
     name, *rest = argv or ["--help"]
-    if name in COMMANDS:
+    if name in COMMANDS or name in all_commands():
         return run(name, rest)
     if name in ("-h", "--help"):
         print("usage: toolkit COMMAND [--option value ...] | toolkit COMMAND --help | toolkit --version\n")
-        print("\n".join(f"  {name:16} {text}" for name, (_, _, text) in COMMANDS.items()))
+        print("\n".join(f"  {name:16} {command.help}" for name, command in all_commands().items()))
     elif name == "--version":
         print(f"toolkit {importlib.import_module('toolkit').__version__}")
     else:
-        hint = other_tools.COMMAND_HINTS.get(name) or did_you_mean(name, COMMANDS, cutoff=0.65)
+        hint = other_tools.COMMAND_HINTS.get(name) or did_you_mean(name, all_commands(), cutoff=0.65)
         for similar in () if hint else difflib.get_close_matches(name, other_tools.COMMAND_HINTS, 1, cutoff=0.8):
             hint = other_tools.COMMAND_HINTS[similar]
-        return _end("toolkit", f"{name}: no such command{hint or '; see toolkit --help'}", 2)
+        message = f"{name}: no such command{hint or '; see toolkit --help'}"
+        return _end("toolkit", "; ".join(filter(None, [message, missing_built_in()])), 2)
     return 0
 
 
 def run(name: str, argv: list[str]) -> int:
     """Run one subcommand and return its exit code, with one line on stderr for errors."""
-    (module, positionals, _), program = COMMANDS[name], f"toolkit {name}"
+    command, program = COMMANDS.get(name) or all_commands()[name], f"toolkit {name}"
+    is_parsed = False
     try:
-        if name in DISTRIBUTED and threading.current_thread() is threading.main_thread():
+        if command.is_distributed and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, _terminate)  # report the end to the other processes
         hold_signals(False)
         parse = importlib.import_module("toolkit.cli.parser").parse
-        setup = importlib.import_module(module).setup
-        if (arguments := parse(name, setup, positionals, argv)) is not None:
+        arguments, is_parsed = parse(name, argv), True
+        if arguments is not None:
+            if missing_built_in():
+                notice(f"warning: not used: {missing_built_in()}")
             _check_before_torch(name, arguments)
             shared = getattr(arguments.get("options"), "shared", None)
             if shared is not None and shared.max_restarts:
@@ -86,7 +91,7 @@ def run(name: str, argv: list[str]) -> int:
                 end_with_parent()
             if "torch" not in sys.modules:
                 sys.meta_path.insert(0, _BeforeTorchImport())
-            setup(**arguments)
+            command.load()(**arguments)
         return 0
     except TerminatedError:
         return _end(program, "stopped by SIGTERM before training began or after it ended", TERMINATED)
@@ -95,7 +100,8 @@ def run(name: str, argv: list[str]) -> int:
     except CommandError as error:
         from toolkit.config.other_formats import add_origin  # imports what a command line without errors may not need
 
-        return _end(program, add_origin(str(error)), error.exit_code)
+        missing = "" if is_parsed else missing_built_in()  # an unknown name may be theirs
+        return _end(program, "; ".join(filter(None, [add_origin(str(error)), missing])), error.exit_code)
     except Exception as error:
         if isinstance(error, OSError) and error.errno in (EPIPE, *NO_SPACE):
             raise  # of stdout; or of a file, where no one expects it
@@ -161,6 +167,7 @@ def _end(program: str, message: object, code: int, is_internal: bool = False) ->
         if text and not is_internal:
             notice(f"{program}: {prefix}{text}")
 
-    is_alone = program.removeprefix("toolkit ") in COMMANDS.keys() - set(DISTRIBUTED)  # no other process waits for it
+    command = all_commands().get(program.removeprefix("toolkit "))
+    is_alone = command is not None and not command.is_distributed  # no other process waits for it
     report("") if is_alone else report_failure(error, text, code, report)
     return code

@@ -8,7 +8,6 @@ import textwrap
 from functools import partial
 from typing import Any, Literal
 
-from toolkit.commands import EXAMPLES
 from toolkit.config.classes import Option
 from toolkit.config.command import CommandOptions
 from toolkit.config.types import base_of, describe, is_restricted, limits, union_members
@@ -29,7 +28,9 @@ FREQUENT = (
 Entries = dict[str, tuple[str, str]]  # option -> (value placeholder, help text)
 
 
-def format_help(name: str, command: CommandOptions, usage: str, positionals: tuple[str, ...], topic: str | None) -> str:
+def format_help(
+    example: str | None, command: CommandOptions, usage: str, positionals: tuple[str, ...], topic: str | None
+) -> str:
     """Return the help on ``topic``: "all", the name of a group, or None for the first screen."""
     groups = _groups(command)
     entries = {key: entry for group in groups.values() for key, entry in group.items()}
@@ -49,7 +50,7 @@ def format_help(name: str, command: CommandOptions, usage: str, positionals: tup
     about, _, _ = (inspect.getdoc(command.functions[0]) or "").partition("\nArgs:")
     printer = argparse.ArgumentParser(
         usage=usage,
-        description=_wrap([*about.split("\n\n"), *([EXAMPLES[name]] if name in EXAMPLES else [])]),
+        description=_wrap([*about.split("\n\n"), *([] if example is None else [example])]),
         epilog=_wrap(epilog),
         add_help=False,
         formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=32),

@@ -1,15 +1,14 @@
 """Parse a subcommand's words and YAML files into the arguments of its ``setup`` function."""
 
-import importlib
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from toolkit.commands import COMMANDS, LAUNCH, LISTS, TRAINING, WRAPPING
+from toolkit.commands import COMMANDS, TRAINING, all_commands
 from toolkit.config import AUTO
 from toolkit.config.checks import note
 from toolkit.config.classes import class_path
@@ -21,34 +20,32 @@ from toolkit.distributed import rendezvous
 from toolkit.distributed.world import count_processes
 from toolkit.errors import UserError, did_you_mean
 from toolkit.escape import to_yaml
-from toolkit.extension import add_extensions, split_names
+from toolkit.extension import Command, CommandLine, add_extensions, split_names
 from toolkit.io.paths import expand_path, require_local
 from toolkit.io.safe_parse import parse_yaml, read_yaml
-from toolkit.launching.job import CommandLine
 
 _BOOLEANS = ("true", "false", "yes", "no", "on", "off", "null", "1", "0")
 Layer = dict[str, OptionValue]
 
 
-def parse(
-    name: str, setup: Callable[..., None], positionals: tuple[str, ...], argv: list[str]
-) -> dict[str, Any] | None:
-    """Return the arguments for ``setup``, or None after printing the help or the configuration.
+def parse(name: str, argv: list[str], subcommand: Command | None = None) -> dict[str, Any] | None:
+    """Return the arguments for the ``setup`` of a subcommand, or None after printing the help or the configuration.
 
-    ``positionals`` are the parameters whose flag may be omitted; ``argv`` are the words after the subcommand ``name``.
+    ``argv`` are the words after the subcommand's ``name``.
     """
     SET_BY.clear()
-    functions: tuple[Callable[..., None], ...] = (setup,)
+    subcommand = subcommand or COMMANDS.get(name) or all_commands()[name]
+    functions, positionals = (subcommand.load(),), subcommand.positionals
     training: list[str] = []
-    if name == LAUNCH and "--" in argv:
+    if subcommand.takes_training and "--" in argv:
         at = argv.index("--")
         argv, training = argv[:at], argv[at + 1 :]
-    if name in WRAPPING and argv[:1] not in (["--help"], ["-h"], ["compatibility"]):
-        wrapped = _wrapped_command(name, argv)
-        functions = (setup, importlib.import_module(COMMANDS[wrapped][0]).setup)
-        positionals = ("command", *COMMANDS[wrapped][1])
+    if subcommand.wraps_training and not {"--help", "-h", *subcommand.other_words} & {*argv[:1]}:
+        wrapped = COMMANDS[_training_command(name, subcommand, argv)]
+        functions = (*functions, wrapped.load())
+        positionals = ("command", *wrapped.positionals)
     switches = {key for key, parameter in flat_parameters(functions).items() if parameter.kind is bool}
-    words = split_words(argv, positionals, switches)
+    words = split_words(argv, positionals, switches, subcommand.takes_list)
     counts = Counter(key for key, _ in words if key not in COMMON_OPTIONS)
     note(*(f"--{key}: given {n} times; using the last value" for key, n in counts.items() if n > 1))
     files = [(file, read_config(file)) for key, file in words if key == "config"]
@@ -64,42 +61,41 @@ def parse(
         rendezvous.user_timeout = command.values["timeout"].text  # also limits the report of invalid options
     options, common = command.options(), dict(words)
     shown = [p.upper() if options[p].is_required else f"[{p.upper()}]" for p in positionals]
-    shown += ["..." for p in positionals if p in LISTS]
-    usage = " ".join(
-        [f"toolkit {name}", *shown, "[--option value ...]", *(["-- COMMAND ..."] if name == LAUNCH else [])]
-    )
+    shown += ["..."] * subcommand.takes_list
+    dashes = ["-- COMMAND ..."] * subcommand.takes_training
+    usage = " ".join([f"toolkit {name}", *shown, "[--option value ...]", *dashes])
     if "help" in common:
         from toolkit.cli.help import format_help
 
-        print(format_help(name, command, usage, positionals, common["help"]))
+        print(format_help(subcommand.example, command, usage, positionals, common["help"]))
         return None
     values = command.resolve(usage)
-    if name in WRAPPING and values.get("dry_run"):
+    if subcommand.wraps_training and values.get("dry_run"):
         raise UserError(f"--dry_run true: has no effect in `toolkit {name}`; remove it")
     if "print_config" in common:
         print(dump(command, values, extensions), end="")
         return None
     arguments = command.arguments(values)
-    if name == LAUNCH:
-        line = _parse_training(training)
+    if subcommand.takes_training:
+        before = ["toolkit", name, *(str(values[p]) for p in positionals)]
+        line = _parse_training(name, subcommand, training, " ".join(before))
         return None if line is None else arguments | {"training": line}
     return arguments
 
 
-def _parse_training(words: list[str]) -> CommandLine | None:
-    """Parse the training command that `toolkit launch` writes. Return None after printing its help."""
+def _parse_training(name: str, subcommand: Command, words: list[str], before: str) -> CommandLine | None:
+    """Parse the training command after ``--``. Return None after printing its help."""
     if not words:
-        raise UserError("--: must be given before the training command, as in toolkit launch slurm -- pretrain ...")
+        raise UserError(f"--: must be given before the training command, as in {before} -- pretrain ...")
     words = words[words[0] == "toolkit" :]
-    name = _wrapped_command(LAUNCH, words)
-    module, positionals, _ = COMMANDS[name]
-    arguments = parse(name, importlib.import_module(module).setup, positionals, words[1:])
+    training = _training_command(name, subcommand, words)
+    arguments = parse(training, words[1:])
     return None if arguments is None else CommandLine(words, arguments["options"])
 
 
-def _wrapped_command(name: str, argv: list[str]) -> str:
+def _training_command(name: str, subcommand: Command, argv: list[str]) -> str:
     """Return the training command: the first of the words in ``argv``."""
-    names = [*TRAINING, *(["compatibility"] if name == "plan" else [])]
+    names = [*TRAINING, *subcommand.other_words]
     commands = f"the command to {name.partition('_')[0]} must come first, one of {', '.join(names)}"
     if not argv:
         raise UserError(f"COMMAND: must be given; {commands}")
@@ -109,14 +105,15 @@ def _wrapped_command(name: str, argv: list[str]) -> str:
 
 
 def split_words(
-    argv: list[str], positionals: tuple[str, ...], switches: Collection[str] = ()
+    argv: list[str], positionals: tuple[str, ...], switches: Collection[str] = (), takes_list: bool = False
 ) -> list[tuple[str, str | None]]:
     """Split the command line into (option, text) pairs; text is None if the value is missing.
 
     ``switches`` are boolean options. The word after a switch may be a positional argument instead of its value.
+    With ``takes_list``, the last positional argument may be several words.
     """
     words: list[tuple[str, str | None]] = []
-    left, rest, listed = list(positionals), list(argv), {*positionals[-1:]} & {*LISTS}
+    left, rest, listed = list(positionals), list(argv), positionals[-1:] if takes_list else ()
     while rest:
         word = rest.pop(0)
         is_dashed = word.startswith("-") and len(word) > 1

@@ -1,9 +1,20 @@
 """The subcommands of ``toolkit``, one module each, and their table. Fast to import."""
 
+from functools import cache
 from typing import get_args
 
 from toolkit.config import TrainingCommand
+from toolkit.errors import notice
+from toolkit.extension import Command, all_extensions
 
+TRAINING: tuple[str, ...] = get_args(TrainingCommand)
+"""The commands that train."""
+
+_EXAMPLES = {
+    "pretrain": "toolkit pretrain smollm2-135m --devices 4 --train.max_tokens 1e9 --train.learning_rate 3e-4",
+    "finetune_full": "toolkit finetune_full Qwen/Qwen2.5-0.5B --data JSON --data.json_path chats.json",
+    "finetune_lora": "toolkit finetune_lora Qwen/Qwen2.5-7B --data JSON --data.json_path chats.json --lora_r 16",
+}
 # name: (positional parameters, one-line help)
 _COMMANDS = {
     "pretrain": ("model_name", "pretrain a language model or continue pretraining"),
@@ -26,35 +37,40 @@ _COMMANDS = {
     "plan": ("command", "show batch, parameters and memory of a run"),
     "launch": ("format", "write a file that starts a training command on a cluster"),
     "report": ("run_dirs", "write a page about one or several runs"),
-    "doctor": ("", "print the environment, check communication and gradients"),
-    "verify_parallel": ("command", "compare a run with a single process"),
     "verify": ("checkpoint_dir", "verify the checksums of a checkpoint"),
     "consolidate": ("checkpoint_dir out_dir", "merge the shards of a checkpoint"),
     "schema": ("command", "print the JSON Schema of a command's YAML files"),
     "completion": ("shell", "print a completion script for bash, zsh or fish"),
     "average": ("out_dir", "average the weights of checkpoints"),
 }
-COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
-    name: (f"toolkit.commands.{name}", tuple(positionals.split()), text)
+_OTHERS = {
+    "plan": {"wraps_training": True, "other_words": ("compatibility",)},
+    "launch": {"takes_training": True},
+    "report": {"takes_list": True},
+}
+COMMANDS: dict[str, Command] = {
+    name: Command(
+        f"toolkit.commands.{name}",
+        text,
+        tuple(positionals.split()),
+        _EXAMPLES.get(name),
+        is_distributed=name in TRAINING,
+        **_OTHERS.get(name, {}),
+    )
     for name, (positionals, text) in _COMMANDS.items()
 }
-"""{name: (module with setup(...), positional parameters, one-line help)}"""
+"""The commands of the core by name, in the order of the help."""
 
-TRAINING: tuple[str, ...] = get_args(TrainingCommand)
-DISTRIBUTED = (*TRAINING, "doctor", "verify_parallel")
-"""Commands that can run on several processes."""
-WRAPPING = ("plan", "verify_parallel")
-"""Commands that take a training command and its options."""
-LAUNCH = "launch"
-"""The command that takes a training command after ``--``."""
 
-LISTS = ("run_dirs",)
-"""Positional parameters that take several words, joined by commas."""
-
-EXAMPLES = {
-    "pretrain": "toolkit pretrain smollm2-135m --devices 4 --train.max_tokens 1e9 --train.learning_rate 3e-4",
-    "finetune_full": "toolkit finetune_full Qwen/Qwen2.5-0.5B --data JSON --data.json_path chats.json",
-    "finetune_lora": "toolkit finetune_lora Qwen/Qwen2.5-7B --data JSON --data.json_path chats.json --lora_r 16",
-    "doctor": "toolkit doctor --comm --check_grads --devices 2",
-}
-"""Example commands for the help."""
+@cache
+def all_commands() -> dict[str, Command]:
+    """Return the commands of the core and of extensions by name, in the order of the help."""
+    commands, names = dict(COMMANDS), [*COMMANDS]
+    for origin, extension in all_extensions():
+        for name, command in extension.commands.items():
+            if name in commands:  # an installed package must not stop every command
+                notice(f"warning: not used: extension {origin}: commands {name}: this name is already defined")
+                continue
+            commands[name] = command
+            names.insert(names.index(command.after) + 1 if command.after in names else len(names), name)
+    return {name: commands[name] for name in names}

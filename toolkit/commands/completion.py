@@ -1,6 +1,5 @@
 """`toolkit completion`: completion of commands, flags and values in a shell."""
 
-import importlib
 from argparse import ArgumentParser
 from collections.abc import Callable
 from itertools import chain
@@ -8,7 +7,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import shtab
 
-from toolkit.commands import COMMANDS, TRAINING, WRAPPING
+from toolkit.commands import COMMANDS, TRAINING, all_commands
 from toolkit.config import STRATEGIES
 from toolkit.config.classes import Option, parameters_of
 from toolkit.config.command import COMMON_OPTIONS, CommandOptions
@@ -34,17 +33,16 @@ def _program() -> ArgumentParser:
     program = ArgumentParser("toolkit")
     program.add_argument("--version", action="store_true", help="print the version")
     parsers = program.add_subparsers()
-    setups = {name: importlib.import_module(module).setup for name, (module, _, _) in COMMANDS.items()}
-    for name, (_, positionals, text) in COMMANDS.items():
-        parser = parsers.add_parser(name, help=text, add_help=False)
-        if name in WRAPPING:
+    for name, command in all_commands().items():
+        parser = parsers.add_parser(name, help=command.help, add_help=False)
+        if command.wraps_training:
             wrapped = parser.add_subparsers()
-            for inner in TRAINING:
-                _, positionals, text = COMMANDS[inner]
-                parser = wrapped.add_parser(inner, help=text, add_help=False)
-                _add_options(parser, positionals, setups[name], setups[inner])
+            for training in TRAINING:
+                inner = COMMANDS[training]
+                parser = wrapped.add_parser(training, help=inner.help, add_help=False)
+                _add_options(parser, inner.positionals, command.load(), inner.load())
         else:
-            _add_options(parser, positionals, setups[name])
+            _add_options(parser, command.positionals, command.load())
     return program
 
 
@@ -53,7 +51,7 @@ def _add_options(parser: ArgumentParser, positionals: tuple[str, ...], *function
     command = CommandOptions(*functions)
     options = command.options() | dict.fromkeys(COMMON_OPTIONS, Option(None, None, "", False))
     values: dict[str, list[str]] = {
-        "command": [name for name in COMMANDS if name not in WRAPPING],  # of schema
+        "command": [name for name, command in all_commands().items() if not command.wraps_training],  # of schema
         "model_name": [*chain(*list_names_by_family().values())],
         "strategy": [*STRATEGIES, *registered("strategies", STRATEGIES)],
     }

@@ -1,8 +1,6 @@
 """`toolkit schema`: JSON Schema of a command's YAML files."""
 
-import importlib
-
-from toolkit.commands import COMMANDS, WRAPPING
+from toolkit.commands import all_commands
 from toolkit.config.command import CommandOptions
 from toolkit.config.schema import format_schema, json_schema
 from toolkit.errors import UserError, did_you_mean
@@ -16,8 +14,8 @@ def setup(command: str = "pretrain") -> None:
     Args:
         command: The command, such as pretrain or finetune_lora.
     """
-    names = [name for name in COMMANDS if name not in WRAPPING]
+    names = {name: entry for name, entry in all_commands().items() if not entry.wraps_training}
     if command not in names:
         raise UserError(f"command {command}: must be one of {', '.join(names)}{did_you_mean(command, names)}")
-    options = CommandOptions(importlib.import_module(COMMANDS[command][0]).setup)
+    options = CommandOptions(names[command].load())
     print(format_schema(json_schema(command, options)))

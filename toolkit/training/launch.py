@@ -48,7 +48,7 @@ class Launch:
         launched_at: Start of the launch, which ``--train.max_time`` limits in addition to another limit, in seconds of
             time.perf_counter().
         remote: The run's remote folder; None without remote storage.
-        is_short: Whether the run saves no checkpoints and writes no metrics, see :mod:`toolkit.training.short_run`.
+        is_short: Whether the run saves no checkpoints and writes no metrics.
     """
 
     config: ResolvedConfig

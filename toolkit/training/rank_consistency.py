@@ -21,7 +21,7 @@ from toolkit.data.tokens.iterable import IterableRows
 from toolkit.data.tokens.rows import PythonData
 from toolkit.distributed import ranks
 from toolkit.errors import UserError
-from toolkit.extension import extension_versions, hash_sources, registered
+from toolkit.extension import BUILT_IN, extension_versions, hash_sources, registered
 from toolkit.io.tempfiles import remove, temporary_prefix
 from toolkit.planning.run_args import RunArgs
 from toolkit.training.checkpoint_meta import RunFingerprint, values_by_flag
@@ -87,7 +87,7 @@ def code_versions(args: RunArgs) -> dict[str, str]:
 @cache
 def _own_version() -> str:
     """Return toolkit's version with the hash of its sources when it was first asked for."""
-    return f"{__version__} (sources {hash_sources(['toolkit'])})"
+    return f"{__version__} (sources {hash_sources(['toolkit', *BUILT_IN])})"
 
 
 def require_disjoint_samples(rows: TokenDataset) -> None:

@@ -4,7 +4,6 @@ import copy
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from typing import Any
 
 import ray.train
@@ -14,7 +13,7 @@ from ray.train.v2.api.report_config import CheckpointUploadMode as Upload
 
 import toolkit
 from toolkit.cli.parser import parse
-from toolkit.commands import COMMANDS, TRAINING
+from toolkit.commands import TRAINING
 from toolkit.errors import UserError
 from toolkit.io.paths import is_url
 from toolkit.planning.training_options import run_args
@@ -67,7 +66,7 @@ def _read(options: Sequence[str] | Mapping[str, Any]) -> tuple[Any, Sequence[too
         if name not in TRAINING:
             raise UserError(f"options {name}: must start with a training command: {', '.join(TRAINING)}")
         words += [] if any(word.split("=")[0] == "--resume" for word in words) else ["--resume", "auto"]
-        return run_args(**parse(name, import_module(COMMANDS[name][0]).setup, COMMANDS[name][1], words) or {}), ()
+        return run_args(**parse(name, words) or {}), ()
     values = {"resume": "auto", "callbacks": ()} | dict(options)
     callbacks = values.pop("callbacks")
     objects = {name: values.pop(name) for name in PYTHON_OBJECTS if name in values}

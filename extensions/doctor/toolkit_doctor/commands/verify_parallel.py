@@ -30,6 +30,6 @@ def setup(command: TrainingCommand, run: TrainingOptions, steps: PositiveInt = 5
     """
     args = run_args(run)
     check_start(args, writes=False)
-    from toolkit.diagnostics.verify import verify_parallel  # imports torch
+    from toolkit_doctor.verify import verify_parallel  # imports torch
 
     verify_parallel(args, steps)

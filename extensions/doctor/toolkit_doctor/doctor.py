@@ -11,17 +11,6 @@ from lightning.fabric import Fabric
 
 from toolkit.config import AUTO, Accelerator, Auto, DDPArgs, EvalArgs, FSDPArgs, OptimizerArgs, Strategy, TrainArgs
 from toolkit.data.tokens.synthetic import SyntheticTokens
-from toolkit.diagnostics import communication
-from toolkit.diagnostics.environment import (
-    Sections,
-    describe_environment,
-    find_differences,
-    find_problems,
-    format_sections,
-    nvidia_smi,
-)
-from toolkit.diagnostics.topology import find_slow_links, parse_topology
-from toolkit.diagnostics.verify import check_layout
 from toolkit.distributed import ranks
 from toolkit.distributed.device import count_devices, pick_accelerator
 from toolkit.distributed.fabric import build_fabric
@@ -33,6 +22,17 @@ from toolkit.distributed.world import WorldInfo, detect_world
 from toolkit.errors import PeerLostError, PeerShutdownError, UserError, mark_reported, require_option
 from toolkit.models.block import Block
 from toolkit.planning.run_args import RunArgs
+from toolkit_doctor import communication
+from toolkit_doctor.environment import (
+    Sections,
+    describe_environment,
+    find_differences,
+    find_problems,
+    format_sections,
+    nvidia_smi,
+)
+from toolkit_doctor.topology import find_slow_links, parse_topology
+from toolkit_doctor.verify import check_layout
 
 _MAX_SKEW = 1.0  # seconds
 _MAX_LISTED_RANKS = 64

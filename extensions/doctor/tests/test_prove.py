@@ -7,14 +7,14 @@ import time
 
 import pytest
 import torch
+from toolkit_doctor import prove_kernels, prove_runs
+from toolkit_doctor.prove import ROWS, prove
+from toolkit_doctor.prove_kernels import KERNELS
+from toolkit_doctor.prove_row import Machine, NotRunError, Outcome, Row, metrics_of
+from toolkit_doctor.prove_runs import RUNS
 
 from toolkit import cli, load
 from toolkit.checkpoints.weights import load_weights, save_weights
-from toolkit.diagnostics import prove_kernels, prove_runs
-from toolkit.diagnostics.prove import ROWS, prove
-from toolkit.diagnostics.prove_kernels import KERNELS
-from toolkit.diagnostics.prove_row import Machine, NotRunError, Outcome, Row, metrics_of
-from toolkit.diagnostics.prove_runs import RUNS
 from toolkit.errors import CommandError, UserError
 from toolkit.models.quantize import quantize_linears
 

@@ -3,14 +3,13 @@
 import math
 
 import pytest
+from toolkit_doctor import verify
+from toolkit_doctor.comparison import Difference, choose_splits, choose_tolerance, compare
+from toolkit_doctor.gradients import StepRecord
+from toolkit_doctor.verify import find_failure, format_step, require_memory_of_one_process
 
 from toolkit.cli.parser import parse
-from toolkit.commands import pretrain
 from toolkit.config import TrainArgs
-from toolkit.diagnostics import verify
-from toolkit.diagnostics.comparison import Difference, choose_splits, choose_tolerance, compare
-from toolkit.diagnostics.gradients import StepRecord
-from toolkit.diagnostics.verify import find_failure, format_step, require_memory_of_one_process
 from toolkit.errors import UserError
 from toolkit.planning.plan import run_args_of
 
@@ -66,7 +65,7 @@ def test_model_too_large_for_one_process_is_compared_with_fewer_layers(monkeypat
     flags = ["--devices", "8", "--train.micro_batch_size", "1", "--train.max_seq_length", "512"]
 
     argv = ["Llama-2-7b-hf", "--model_config.vocab_size", "32000", *flags]
-    with run_args_of(**parse("pretrain", pretrain.setup, ("model_name",), argv)) as args:
+    with run_args_of(**parse("pretrain", argv)) as args:
         with pytest.raises(UserError) as caught:
             require_memory_of_one_process(args, "cuda")
     message = str(caught.value)
@@ -75,7 +74,7 @@ def test_model_too_large_for_one_process_is_compared_with_fewer_layers(monkeypat
 
 
 def test_a_model_that_fits_is_accepted():
-    arguments = parse("pretrain", pretrain.setup, ("model_name",), ["pico-llama", "--devices", "2"])
+    arguments = parse("pretrain", ["pico-llama", "--devices", "2"])
     with run_args_of(**arguments) as args:
         require_memory_of_one_process(args, "cpu")
         assert args.train == TrainArgs(64)

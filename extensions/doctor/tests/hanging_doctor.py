@@ -4,8 +4,9 @@ import os
 import signal
 import sys
 
+from toolkit_doctor import communication
+
 from toolkit import cli
-from toolkit.diagnostics import communication
 
 if __name__ == "__main__":
     if os.environ.get("LOCAL_RANK") == "1":

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from tempfile import TemporaryDirectory
 
-from toolkit.diagnostics.comparison import Difference, choose_splits, choose_tolerance, compare
-from toolkit.diagnostics.gradients import GradientRecorder, StepRecord
-from toolkit.diagnostics.single_process import run_single_process
 from toolkit.distributed import ranks
 from toolkit.distributed.device import device_memory
 from toolkit.distributed.world import WorldInfo
@@ -19,7 +16,10 @@ from toolkit.training.callbacks.loading import load_callbacks
 from toolkit.training.engine import start
 from toolkit.training.launch import detect_devices
 from toolkit.training.run import Run
-from toolkit.training.short_run import short_run_args, single_process_args
+from toolkit_doctor.comparison import Difference, choose_splits, choose_tolerance, compare
+from toolkit_doctor.gradients import GradientRecorder, StepRecord
+from toolkit_doctor.short_run import short_run_args, single_process_args
+from toolkit_doctor.single_process import run_single_process
 
 _NAMES = ("the loss", "the gradient norm", "a parameter's gradient", "the logged gradient norm")
 """Words for the numbers of a :class:`Difference`, in its order."""

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from toolkit.diagnostics.gradients import StepRecord
+from toolkit_doctor.gradients import StepRecord
 
 FP32_TOLERANCE = 1e-5
 """Relative tolerance of N3."""

@@ -2,18 +2,17 @@
 
 import ast
 import re
-from pathlib import Path
 
-import toolkit
-from toolkit.diagnostics.prove import ROWS
+from helpers.sources import FILES, file_name
+from toolkit_doctor.prove import ROWS
 
-PACKAGE = Path(toolkit.__file__).parent
 CUDA = re.compile(r"\.is_cuda\b|torch\.cuda\.|backends\.cuda|'cuda'|\bon_cuda\b|DEVICES\b|OFFLOADING\b")
 # whole packages and files that compute nothing on a GPU
 REASONS = {
     "planning/": "estimates, which 'planned memory' and 'predicted speed' measure",
     "measure/": "estimates, which 'planned memory' and 'predicted speed' measure",
-    "diagnostics/": "the checks themselves",
+    "diagnostics/": "estimates, which 'planned memory' measures",
+    "toolkit_doctor/": "the checks themselves",
     "commands/": "names of options",
     "config/": "names of options",
 }
@@ -78,8 +77,8 @@ PATHS: dict[str, tuple[str, ...] | str] = {
 def cuda_functions() -> set[str]:
     """Return file:function of all functions, without those inside them, whose code names CUDA."""
     found = set()
-    for file in sorted(PACKAGE.rglob("*.py")):
-        name = file.relative_to(PACKAGE).as_posix()
+    for file in FILES:
+        name = file_name(file)
         if name.startswith(tuple(REASONS)):
             continue
         source = file.read_text()
@@ -102,7 +101,7 @@ def functions(tree: ast.AST, prefix: str = ""):
 
 def test_every_path_of_cuda_has_a_row_or_a_reason():
     found, names = cuda_functions(), {row.name for row in ROWS}
-    assert not found - PATHS.keys(), "without a row: add it to PATHS, with a row of toolkit/diagnostics/prove*.py"
+    assert not found - PATHS.keys(), "without a row: add it to PATHS, with a row of toolkit_doctor/prove*.py"
     assert not PATHS.keys() - found, "no longer there"
     rows = {value for values in PATHS.values() if isinstance(values, tuple) for value in values}
     assert rows <= names

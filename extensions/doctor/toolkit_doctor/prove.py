@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from toolkit.diagnostics.prove_kernels import KERNELS
-from toolkit.diagnostics.prove_row import Machine, NotRunError, Row
-from toolkit.diagnostics.prove_runs import RUNS
 from toolkit.errors import CommandError, UserError, one_line
 from toolkit.io.atomic import write_json
+from toolkit_doctor.prove_kernels import KERNELS
+from toolkit_doctor.prove_row import Machine, NotRunError, Row
+from toolkit_doctor.prove_runs import RUNS
 
 ROWS: list[Row] = [*KERNELS, *RUNS]
 

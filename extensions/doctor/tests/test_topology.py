@@ -3,8 +3,7 @@
 from pathlib import Path
 
 import pytest
-
-from toolkit.diagnostics.topology import find_slow_links, parse_topology
+from toolkit_doctor.topology import find_slow_links, parse_topology
 
 RECORDED = Path(__file__).parent / "topologies"
 

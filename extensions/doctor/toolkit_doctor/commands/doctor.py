@@ -3,8 +3,8 @@
 from jsonargparse.typing import PositiveFloat
 
 from toolkit.config import AUTO, Accelerator, Auto, Strategy
-from toolkit.diagnostics.environment import describe_environment, format_sections
 from toolkit.errors import require_option
+from toolkit_doctor.environment import describe_environment, format_sections
 
 
 def setup(
@@ -46,12 +46,12 @@ def setup(
     """
     require_option(json_path is None or prove, "json_path", json_path, "has no effect without --prove")
     if prove:
-        from toolkit.diagnostics.prove import prove as run_rows
+        from toolkit_doctor.prove import prove as run_rows
 
         run_rows(json_path)
         return
     try:
-        from toolkit.diagnostics.doctor import examine
+        from toolkit_doctor.doctor import examine
     except Exception:  # torch or Lightning does not import
         print(format_sections(describe_environment(out_dir)), flush=True)
         raise

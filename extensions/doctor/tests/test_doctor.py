@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import hanging_doctor
 from helpers.groups import Case, free_port, read_until, run_group
 from helpers.processes import Forked, child_of, clean, finish, start
 
@@ -109,7 +108,7 @@ def test_wrong_values_are_named(tmp_path, flags, fault, message):
 
 @pytest.mark.slow
 def test_process_that_hangs_is_named_within_the_timeout():
-    script = Path(hanging_doctor.__file__)
+    script = Path(__file__).parent / "hanging_doctor.py"
     process = Forked(["doctor", *CPU, "--devices", "2", "--comm", "--timeout", "0.05"], script=script)
     read_until(process, "Communication")
     child = child_of(process)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from toolkit.diagnostics.prove_row import Machine, Outcome, Row, relative_difference
 from toolkit.distributed.device import without_cudnn_attention
 from toolkit.errors import CommandError, require_bitsandbytes
 from toolkit.inference.generate import generate
@@ -24,6 +23,7 @@ from toolkit.models.loss import head_loss
 from toolkit.models.masks import KernelChoice
 from toolkit.models.mixed_mm import addmm_fp32_, mm_out_fp32
 from toolkit.models.moe import grouped_product
+from toolkit_doctor.prove_row import Machine, Outcome, Row, relative_difference
 
 
 def _dtype(machine: Machine) -> torch.dtype:

@@ -10,7 +10,6 @@ from contextlib import nullcontext, redirect_stdout
 from tempfile import TemporaryDirectory
 
 from toolkit.data.loader import exit_with_parent
-from toolkit.diagnostics.gradients import GradientRecorder, StepRecord
 from toolkit.distributed.launchers import is_launcher_variable
 from toolkit.distributed.world import WorldInfo
 from toolkit.errors import CommandError
@@ -19,7 +18,8 @@ from toolkit.planning.resolve import DeviceSpec
 from toolkit.planning.run_args import RunArgs
 from toolkit.training.callbacks.loading import load_callbacks
 from toolkit.training.engine import start
-from toolkit.training.short_run import short_run_args, single_process_args
+from toolkit_doctor.gradients import GradientRecorder, StepRecord
+from toolkit_doctor.short_run import short_run_args, single_process_args
 
 
 def run_single_process(

@@ -10,12 +10,12 @@ import torch
 from toolkit.checkpoints.folder import write_model_files
 from toolkit.checkpoints.weights import load_weights
 from toolkit.data.tokenizer import train_bpe
-from toolkit.diagnostics.prove_row import STEPS, Machine, NotRunError, Outcome, Row, metrics_of
 from toolkit.distributed.gpus import find_gpu
 from toolkit.errors import UserError, require_bitsandbytes
 from toolkit.models.families import get_config
 from toolkit.models.fp8 import require_fp8
 from toolkit.models.gpt import GPT
+from toolkit_doctor.prove_row import STEPS, Machine, NotRunError, Outcome, Row, metrics_of
 
 _FP32 = "--precision 32-true"
 _EXACT = "--deterministic true"

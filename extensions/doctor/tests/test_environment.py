@@ -1,7 +1,7 @@
 """The environment block of `toolkit doctor`: what it contains, and what it must never contain."""
 
-from toolkit.diagnostics import environment
-from toolkit.diagnostics.environment import find_differences, find_problems, format_sections, variables
+from toolkit_doctor import environment
+from toolkit_doctor.environment import find_differences, find_problems, format_sections, variables
 
 
 def test_variables_by_an_allow_list_and_without_secrets(tmp_path):
