@@ -21,8 +21,10 @@ import yaml
 from helpers.cases import check_each
 from markdown_it import MarkdownIt
 from rich.console import Console
+from toolkit_launch.formats import FORMATS, Format
+from toolkit_launch.job import Job
 
-from tests.launching.test_launch import OPTIONS, OUT
+from extensions.launch.tests.test_launch import OPTIONS, OUT
 from toolkit.checkpoints.hf.card import write_model_card
 from toolkit.cli import main
 from toolkit.commands import all_commands
@@ -33,8 +35,6 @@ from toolkit.config.values import OptionValue
 from toolkit.errors import notice
 from toolkit.escape import csv_writer, one_line, printable, to_yaml
 from toolkit.io.streams import EscapedOutput
-from toolkit.launching import FORMATS, Format
-from toolkit.launching.job import Job
 from toolkit.models.families import get_config
 from toolkit.reporting.compare import render_json
 from toolkit.reporting.markdown import render_markdown

@@ -35,7 +35,6 @@ _COMMANDS = {
     "convert_to_litgpt": ("checkpoint_dir out_dir", "export for LitGPT"),
     "merge_lora": ("checkpoint_dir", "merge adapters into the weights"),
     "plan": ("command", "show batch, parameters and memory of a run"),
-    "launch": ("format", "write a file that starts a training command on a cluster"),
     "report": ("run_dirs", "write a page about one or several runs"),
     "verify": ("checkpoint_dir", "verify the checksums of a checkpoint"),
     "consolidate": ("checkpoint_dir out_dir", "merge the shards of a checkpoint"),
@@ -45,7 +44,6 @@ _COMMANDS = {
 }
 _OTHERS = {
     "plan": {"wraps_training": True, "other_words": ("compatibility",)},
-    "launch": {"takes_training": True},
     "report": {"takes_list": True},
 }
 COMMANDS: dict[str, Command] = {

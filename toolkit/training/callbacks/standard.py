@@ -1,6 +1,5 @@
 """The callbacks of a run: built-in ones by its options, and the user's."""
 
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
@@ -26,7 +25,6 @@ from toolkit.reporting.page import REPORT, write_report
 from toolkit.training.callbacks.best import EarlyStopping, KeepBest
 from toolkit.training.callbacks.console import Console
 from toolkit.training.callbacks.energy import Energy
-from toolkit.training.callbacks.kubeflow import SERVER, KubeflowStatus
 from toolkit.training.callbacks.metrics import (
     ExternalLoggers,
     MetricsFile,
@@ -116,7 +114,6 @@ def build_callbacks(
         callbacks.append(start_uploads(launch.remote, launch, stack, leaders))
     if ranks.global_rank() == 0:
         callbacks.append(Console())  # after the uploads, because it prints the final summary
-        callbacks += [KubeflowStatus()] if os.environ.get(f"{SERVER}_URL") else []
     callbacks += added["after"]
     if sampler is not None:
         callbacks.append(sampler)

@@ -1,23 +1,14 @@
 """A training command and the machines that it needs."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from toolkit.escape import comment, shell_word
-from toolkit.planning.training_options import TrainingOptions
 
 GRACE_S = 300
 """Seconds for the last checkpoint between the signal and the end of a process."""
 MAX_RESTARTS = 50
 PORT = 29500
 """Port of the rendezvous on node 0."""
-
-
-class CommandLine(NamedTuple):
-    """A training command line: its words, the command first, and its options."""
-
-    words: list[str]
-    options: TrainingOptions
 
 
 @dataclass(frozen=True)

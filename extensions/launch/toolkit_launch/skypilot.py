@@ -1,8 +1,8 @@
 """A task for SkyPilot, which finds machines in a cloud and replaces those that are preempted."""
 
 from toolkit.escape import to_yaml
-from toolkit.launching.job import Job
 from toolkit.version import __version__
+from toolkit_launch.job import Job
 
 
 def skypilot(job: Job) -> str:

@@ -1,7 +1,7 @@
 """One line for Docker."""
 
 from toolkit.escape import shell_line
-from toolkit.launching.job import GRACE_S, Job
+from toolkit_launch.job import GRACE_S, Job
 
 
 def docker(job: Job) -> str:

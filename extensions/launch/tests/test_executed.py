@@ -20,7 +20,7 @@ from helpers.processes import clean, common_flags
 from helpers.s3 import BUCKET, serve
 from helpers.small_runs import text_data
 
-from tests.launching.test_launch import OPTIONS, command_of
+from extensions.launch.tests.test_launch import OPTIONS, command_of
 from tests.training.test_run import assert_same_weights
 from toolkit.cli import main
 

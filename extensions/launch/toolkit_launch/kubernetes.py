@@ -3,7 +3,7 @@
 from typing import Any
 
 from toolkit.escape import kubernetes_word, to_yaml
-from toolkit.launching.job import GRACE_S, MAX_RESTARTS, PORT, Job
+from toolkit_launch.job import GRACE_S, MAX_RESTARTS, PORT, Job
 
 _NODE = "node"  # of the replicated job and its container; Kubeflow requires the name
 _FINAL_EXIT_CODES = [2, 3]  # a user error, a guard

@@ -4,15 +4,23 @@ import json
 import os
 import ssl
 import time
+from contextlib import ExitStack
 from threading import Thread
 from urllib.request import Request, urlopen
 
+from toolkit.distributed import ranks
 from toolkit.io.safe_parse import read_bounded
+from toolkit.training.launch import Launch
 from toolkit.training.run import Callback, Metrics, Run
 
 SERVER = "KUBEFLOW_TRAINER_SERVER"
 """Prefix of three environment variables, set if the cluster has the feature gate TrainJobStatus."""
 INTERVAL_S = TIMEOUT_S = 5.0
+
+
+def make_callbacks(launch: Launch, stack: ExitStack) -> list[Callback]:
+    """Return the callback on rank 0 of a run that Kubeflow started."""
+    return [KubeflowStatus()] if os.environ.get(f"{SERVER}_URL") and ranks.global_rank() == 0 else []
 
 
 class KubeflowStatus(Callback):

@@ -1,6 +1,6 @@
 """A batch script for SLURM that saves before its time limit and requeues itself."""
 
-from toolkit.launching.job import GRACE_S, MAX_RESTARTS, Job
+from toolkit_launch.job import GRACE_S, MAX_RESTARTS, Job
 
 _SCRIPT = """\
 #!/bin/bash

@@ -21,7 +21,7 @@ def script(tmp_path_factory) -> Path:
 
 
 def test_script_to_copy_is_what_launch_writes(capsys, monkeypatch):
-    monkeypatch.chdir(Path(__file__).parents[2])
+    monkeypatch.chdir(Path(__file__).parents[3])
     recipe = Path("config_hub/pretrain/llama-2-7b-multi-node.yaml")
     command = re.search(r"^# `toolkit (launch slurm .*)`$", recipe.read_text(), re.M)[1]
     assert main(shlex.split(command)) == 0

@@ -2,7 +2,7 @@
 
 from pprint import pformat
 
-from toolkit.launching.job import MAX_RESTARTS, Job
+from toolkit_launch.job import MAX_RESTARTS, Job
 
 _SCRIPT = """\
 {header}import os

@@ -9,10 +9,11 @@ from toolkit.config import AUTO, RunOptions
 from toolkit.distributed.gpus import find_gpu
 from toolkit.distributed.restarts import resuming
 from toolkit.errors import UserError, option_text
+from toolkit.extension import CommandLine
 from toolkit.io.paths import is_url
-from toolkit.launching import FORMATS
-from toolkit.launching.job import CommandLine, Job
 from toolkit.planning.training_options import TrainingOptions
+from toolkit_launch.formats import FORMATS
+from toolkit_launch.job import Job
 
 
 def setup(

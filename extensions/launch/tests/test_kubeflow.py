@@ -15,10 +15,10 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from helpers.groups import free_port
+from toolkit_launch import kubeflow_status
+from toolkit_launch.kubeflow_status import KubeflowStatus
 
 import toolkit
-from toolkit.training.callbacks import kubeflow
-from toolkit.training.callbacks.kubeflow import KubeflowStatus
 from toolkit.ui.loggers import read_metrics
 
 
@@ -119,7 +119,7 @@ def train(folder, server, action):
 
 
 def test_the_server_gets_the_progress_of_a_run(serve, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(kubeflow, "INTERVAL_S", 0.0)
+    monkeypatch.setattr(kubeflow_status, "INTERVAL_S", 0.0)
 
     def renew_token(status):
         status.request.join()
@@ -143,7 +143,7 @@ def test_the_server_gets_the_progress_of_a_run(serve, tmp_path, monkeypatch, cap
 
 
 def test_training_does_not_wait_for_a_server_that_hangs(serve, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(kubeflow, "TIMEOUT_S", 120)
+    monkeypatch.setattr(kubeflow_status, "TIMEOUT_S", 120)
     pending = []
     with serve(answer=None) as server:
 
@@ -172,7 +172,7 @@ def test_a_failure_is_one_warning(serve, tmp_path, monkeypatch, name):
     run = SimpleNamespace(display=display, progress=SimpleNamespace(step=1))
     with serve({"500": 500, "timeout": None}.get(name, 200)) as server:
         if name == "timeout":
-            monkeypatch.setattr(kubeflow, "TIMEOUT_S", 0.1)
+            monkeypatch.setattr(kubeflow_status, "TIMEOUT_S", 0.1)
         elif name == "refused":
             monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_URL", f"https://127.0.0.1:{free_port()}/")
         elif name == "CA":

@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from toolkit.launching.docker import docker
-from toolkit.launching.job import Job
-from toolkit.launching.kubernetes import jobset, kubeflow
-from toolkit.launching.ray import ray
-from toolkit.launching.skypilot import skypilot
-from toolkit.launching.slurm import slurm
+from toolkit_launch.docker import docker
+from toolkit_launch.job import Job
+from toolkit_launch.kubernetes import jobset, kubeflow
+from toolkit_launch.ray import ray
+from toolkit_launch.skypilot import skypilot
+from toolkit_launch.slurm import slurm
 
 
 class Format(NamedTuple):
