@@ -29,7 +29,6 @@ LAYERS = [
     {"optim"},
     {"checkpoints"},
     {"inference"},
-    {"serving"},
     {"objectives"},
     {"metrics"},
     {"measure"},

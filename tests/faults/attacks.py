@@ -13,10 +13,10 @@ from pathlib import Path
 
 from helpers.processes import finish
 from helpers.talker import ANSWERS
+from toolkit_serve.server import CLIENT_TIMEOUT
 
 from tests.faults.attacked import CHAT, LENGTH, QUEUE, ROWS, TEXT, Server
 from tests.faults.core import Way
-from toolkit.serving.server import CLIENT_TIMEOUT
 
 MAX_HEALTH_S = 1.0
 """Of the worst answer of /health in a round, as the median of ROUNDS."""

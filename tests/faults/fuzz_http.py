@@ -8,13 +8,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from toolkit_serve.batcher import NewToken
+
 from tests.faults.fuzz_models import MESSAGES, make_tokenizer
 from tests.faults.markup import require_harmless_report
 from tests.faults.states import shared, undisturbed
 from toolkit.checkpoints.folder import read_model_config
 from toolkit.data.chat.template import ChatTemplate
 from toolkit.data.tokenizer import Tokenizer
-from toolkit.inference.batcher import NewToken
 from toolkit.inference.sampling import Sampling
 from toolkit.reporting.run import read_runs
 from toolkit.ui.events import write_event
@@ -75,7 +76,7 @@ class StubBatcher:
 
 @cache
 def application(folder: Path) -> Any:
-    from toolkit.serving.app import Service, make_app
+    from toolkit_serve.app import Service, make_app
 
     tokenizer, batcher = (
         Tokenizer.load(folder),

@@ -24,7 +24,6 @@ _COMMANDS = {
     "inspect_data": ("", "show tokens and labels, count trained tokens"),
     "generate": ("checkpoint_dir", "generate text from a prompt"),
     "chat": ("checkpoint_dir", "chat with a model"),
-    "serve": ("checkpoint_dir", "serve a model with OpenAI's API"),
     "classify": ("checkpoint_dir", "print labels or scores of texts, by a model with a head"),
     "evaluate": ("checkpoint_dir", "compute loss, perplexity and bits per byte"),
     "download": ("repo_id", "download a model from the Hugging Face hub"),

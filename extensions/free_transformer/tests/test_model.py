@@ -9,10 +9,10 @@ import torch
 from toolkit_free_transformer import FreeTransformer
 from toolkit_free_transformer.iwae import iwae
 from toolkit_free_transformer.latent import kl_divergence
+from toolkit_serve.batcher import Batcher, Request
 from torch.nn import functional as F
 
 from toolkit.errors import UserError
-from toolkit.inference.batcher import Batcher, Request
 from toolkit.inference.generate import generate
 from toolkit.inference.sampling import Sampling
 from toolkit.models.block import Block

@@ -25,11 +25,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from toolkit.data.chat.template import ChatTemplate
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
-from toolkit.inference.batcher import Batcher, Request
 from toolkit.inference.sampling import Sampling
 from toolkit.inference.text import encode_prompt, require_embedded, stop_tokens
-from toolkit.serving.answer import ChatFormat, CompletionFormat, Items, Json, Piece, read_pieces
-from toolkit.serving.protocol import FIELDS, ApiError, Body, ChatBody, CompletionBody
+from toolkit_serve.answer import ChatFormat, CompletionFormat, Items, Json, Piece, read_pieces
+from toolkit_serve.batcher import Batcher, Request
+from toolkit_serve.protocol import FIELDS, ApiError, Body, ChatBody, CompletionBody
 
 
 @dataclass

@@ -6,11 +6,11 @@ import pytest
 import torch
 from helpers.cases import slow_except
 from helpers.initialize import add_lora
+from toolkit_serve import batcher as module
+from toolkit_serve.batcher import Batcher, Request
 
 from tests.inference.conftest import STYLES, make_model
 from toolkit.errors import GuardError
-from toolkit.inference import batcher as module
-from toolkit.inference.batcher import Batcher, Request
 from toolkit.inference.generate import generate
 from toolkit.inference.sampling import GREEDY, Sampling
 from toolkit.models.lora_config import LoRAConfig

@@ -19,11 +19,10 @@ from toolkit.inference.sampling import Sampling
 
 pytest.importorskip("starlette")
 from pydantic import ValidationError
-
-from toolkit.serving import server
-from toolkit.serving.answer import StopFinder
-from toolkit.serving.app import Service, make_app
-from toolkit.serving.protocol import ApiError, ChatBody, CompletionBody
+from toolkit_serve import server
+from toolkit_serve.answer import StopFinder
+from toolkit_serve.app import Service, make_app
+from toolkit_serve.protocol import ApiError, ChatBody, CompletionBody
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
 

@@ -22,6 +22,7 @@ from helpers.cases import slow_except
 from helpers.processes import Forked, finish
 from helpers.sealing import seal
 from helpers.talker import make_talker
+from toolkit_serve.batcher import NewToken, Request
 
 from toolkit.checkpoints.adapters import AdapterInfo, write_adapter_files
 from toolkit.checkpoints.fingerprint import base_fingerprint
@@ -29,7 +30,6 @@ from toolkit.checkpoints.folder import load_model, write_model_files
 from toolkit.cli import main
 from toolkit.data.tokenizer import Tokenizer, train_bpe
 from toolkit.inference.batch import continue_texts
-from toolkit.inference.batcher import NewToken, Request
 from toolkit.inference.chat import Conversation, find_template
 from toolkit.inference.load import load_checkpoint
 from toolkit.inference.sampling import GREEDY, Sampling
@@ -39,7 +39,7 @@ from toolkit.models.lora import add_lora, is_adapter
 from toolkit.models.lora_config import LoRAConfig
 
 pytest.importorskip("starlette")
-from toolkit.serving.answer import ChatFormat, CompletionFormat, read_pieces
+from toolkit_serve.answer import ChatFormat, CompletionFormat, read_pieces
 
 openai = pytest.importorskip("openai")
 

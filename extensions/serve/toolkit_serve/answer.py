@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from toolkit.data.tokenizer import UNFINISHED, Tokenizer
 from toolkit.errors import CommandError
-from toolkit.inference.batcher import Batcher, NewToken, Request
 from toolkit.inference.text import TextStream
-from toolkit.serving.protocol import ApiError
+from toolkit_serve.batcher import Batcher, NewToken, Request
+from toolkit_serve.protocol import ApiError
 
 Json = dict[str, Any]
 Items = asyncio.Queue[NewToken | str | Exception]

@@ -61,10 +61,10 @@ def setup(
     require_option(is_loopback(host) or api_key is not None, "host", host, hint)
     sampling = shared.sampling
 
-    from toolkit.inference.batcher import Batcher
     from toolkit.inference.load import load_checkpoint
-    from toolkit.serving.app import Service, make_app
-    from toolkit.serving.server import open_socket, run_server
+    from toolkit_serve.app import Service, make_app
+    from toolkit_serve.batcher import Batcher
+    from toolkit_serve.server import open_socket, run_server
 
     with open_socket(host, port) as listener:
         loaded = load_checkpoint(checkpoint_dir, **shared.loading)
