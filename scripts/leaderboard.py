@@ -24,7 +24,7 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import mean, median, stdev
 
-from toolkit.reporting.compare import estimate
+from toolkit_report.compare import estimate
 
 ROOT = Path(__file__).resolve().parents[1]
 BASELINE = [

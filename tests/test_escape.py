@@ -23,6 +23,10 @@ from markdown_it import MarkdownIt
 from rich.console import Console
 from toolkit_launch.formats import FORMATS, Format
 from toolkit_launch.job import Job
+from toolkit_report.compare import render_json
+from toolkit_report.markdown import render_markdown
+from toolkit_report.page import render_page
+from toolkit_report.run import read_runs
 
 from extensions.launch.tests.test_launch import OPTIONS, OUT
 from toolkit.checkpoints.hf.card import write_model_card
@@ -36,10 +40,6 @@ from toolkit.errors import notice
 from toolkit.escape import csv_writer, one_line, printable, to_yaml
 from toolkit.io.streams import EscapedOutput
 from toolkit.models.families import get_config
-from toolkit.reporting.compare import render_json
-from toolkit.reporting.markdown import render_markdown
-from toolkit.reporting.page import render_page
-from toolkit.reporting.run import read_runs
 from toolkit.ui.console import JSONProgress, PlainProgress
 from toolkit.ui.events import write_event
 from toolkit.ui.live import LiveProgress

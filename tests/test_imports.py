@@ -33,7 +33,6 @@ LAYERS = [
     {"metrics"},
     {"measure"},
     {"planning"},
-    {"reporting"},
     {"training"},
     {"diagnostics"},
     {"api", "commands", "model"},
@@ -338,7 +337,7 @@ UNBOUNDED = {  # reads without a limit, with the reason
     "installed": {
         "data/chat/template.py _STYLES / f'{style}.jinja'", "extension.py file",
         "toolkit_doctor/environment.py file", "data/text/python_stdlib.py path",
-        "reporting/page.py files('toolkit.reporting') / name",
+        "toolkit_report/page.py files('toolkit_report') / name",
     },
     "written by this process": {
         "checkpoints/hf/export_hf.py Path(out_dir) / CONFIG", "checkpoints/hf/push.py path",
@@ -399,7 +398,7 @@ def test_unbounded_reads_and_followed_links_are_detected():
 WRITTEN = {  # texts that are written to a file or a stream without toolkit.escape, with the reason
     "bytes or numbers": {
         "checkpoints/gguf/export_gguf.py content", "data/text/prepare.py digest.hexdigest().encode()",
-        "reporting/plot.py _draw(title, **lines)", "checkpoints/remote/run.py content",
+        "toolkit_report/plot.py _draw(title, **lines)", "checkpoints/remote/run.py content",
         "data/streamed/open_chunks.py content", "training/callbacks/profile.py table",
     },
     "JSON": {"checkpoints/manifest.py f'{text}\\n'.encode()"},
@@ -408,7 +407,9 @@ WRITTEN = {  # texts that are written to a file or a stream without toolkit.esca
         "ui/loggers.py b''.join([(','.join(self.columns) + '\\n').encode(), *resumed])",
         "ui/loggers.py self._logger.version.encode()",
     },
-    "the renderers that are tested above": {"toolkit_launch/command.py text", "commands/report.py content.encode()"},
+    "the renderers that are tested above": {
+        "toolkit_launch/command.py text", "toolkit_report/command.py content.encode()",
+    },
     "read back as an error, in one line": {"data/streamed/tokenize_worker.py f'{path}{error}'"},
     "what the user's own command prints": {"metrics/process.py chunk.decode(errors='replace')"},
     "after stdout or a prompt of toolkit": {

@@ -27,7 +27,7 @@ SAMPLE = [
     "test_api.py::test_unseeded_dataset_is_named",
     "distributed/test_context_parallel.py::test_lengths_that_do_not_divide_are_refused_with_the_nearest",
     "../extensions/doctor/tests/test_doctor.py::test_one_process_prints_the_environment",
-    "reporting/test_report.py::test_run_records_what_its_report_needs",
+    "../extensions/report/tests/test_report.py::test_run_records_what_its_report_needs",
     "commands/test_download.py",
     "io/test_paths.py",
     "../extensions/serve/tests/test_serve.py::test_full_queue_disconnects_and_signals",

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from toolkit.errors import UserError, notice, one_line
 
-BUILT_IN = ("toolkit_doctor", "toolkit_launch", "toolkit_serve")
+BUILT_IN = ("toolkit_doctor", "toolkit_launch", "toolkit_serve", "toolkit_report")
 """The modules of the built-in extensions, which are installed with toolkit: extensions/NAME/toolkit_NAME.
 
 Modules, not entry points: a distribution has one extension, and an installation may be older than the sources.

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from toolkit_report.run import read_runs
 from toolkit_serve.batcher import NewToken
 
 from tests.faults.fuzz_models import MESSAGES, make_tokenizer
@@ -17,7 +18,6 @@ from toolkit.checkpoints.folder import read_model_config
 from toolkit.data.chat.template import ChatTemplate
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.inference.sampling import Sampling
-from toolkit.reporting.run import read_runs
 from toolkit.ui.events import write_event
 from toolkit.ui.loggers import MetricsCSV
 

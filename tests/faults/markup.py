@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from markdown_it import MarkdownIt
+from toolkit_report.markdown import render_markdown
+from toolkit_report.page import render_page
+from toolkit_report.run import read_runs
 
 from tests.faults.states import undisturbed
-from toolkit.reporting.markdown import render_markdown
-from toolkit.reporting.page import render_page
-from toolkit.reporting.run import read_runs
 from toolkit.ui.events import write_event
 
 ONCE = ("html", "head", "meta", "title", "style", "body", "main", "h1", "script")

@@ -9,12 +9,12 @@ import torch
 from helpers.cases import check_each
 from helpers.saving import write_checkpoint
 from helpers.small_runs import write_base
+from toolkit_report import markdown, page
 
 from tests.faults import corruption, fuzz_http, markup, readers, states
 from tests.faults.hostile import MARKUP
 from toolkit.checkpoints import folder as model_folder
 from toolkit.checkpoints.weights import save_state
-from toolkit.reporting import markdown, page
 from toolkit.ui.events import write_event
 from toolkit.ui.loggers import COLUMNS
 

@@ -120,7 +120,7 @@ def short_outputs() -> Iterator[None]:
     Nor does each Fabric search all installed packages for callbacks.
     """
     with (
-        mock.patch("toolkit.reporting.page.plot_loss"),
+        mock.patch("toolkit_report.page.plot_loss"),
         mock.patch("toolkit.training.callbacks.samples._NEW_TOKENS", 4),
         mock.patch("lightning.fabric.fabric._load_external_callbacks", lambda group: []),
     ):

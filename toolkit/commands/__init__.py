@@ -34,7 +34,6 @@ _COMMANDS = {
     "convert_to_litgpt": ("checkpoint_dir out_dir", "export for LitGPT"),
     "merge_lora": ("checkpoint_dir", "merge adapters into the weights"),
     "plan": ("command", "show batch, parameters and memory of a run"),
-    "report": ("run_dirs", "write a page about one or several runs"),
     "verify": ("checkpoint_dir", "verify the checksums of a checkpoint"),
     "consolidate": ("checkpoint_dir out_dir", "merge the shards of a checkpoint"),
     "schema": ("command", "print the JSON Schema of a command's YAML files"),
@@ -43,7 +42,6 @@ _COMMANDS = {
 }
 _OTHERS = {
     "plan": {"wraps_training": True, "other_words": ("compatibility",)},
-    "report": {"takes_list": True},
 }
 COMMANDS: dict[str, Command] = {
     name: Command(
@@ -69,5 +67,10 @@ def all_commands() -> dict[str, Command]:
                 notice(f"warning: not used: extension {origin}: commands {name}: this name is already defined")
                 continue
             commands[name] = command
-            names.insert(names.index(command.after) + 1 if command.after in names else len(names), name)
+    added = [*commands][len(names) :]
+    while added:  # a command may follow that of another extension
+        name = next((name for name in added if commands[name].after in names), added[0])
+        after = commands[name].after
+        names.insert(names.index(after) + 1 if after in names else len(names), name)
+        added.remove(name)
     return {name: commands[name] for name in names}

@@ -15,7 +15,7 @@ from toolkit.extension import extension_versions
 from toolkit.io.safe_parse import no_follow, parse_json
 from toolkit.version import __version__
 
-EVENTS = "logs/events.jsonl"
+EVENTS, REPORT = "logs/events.jsonl", "report.html"
 _PACKAGES = (
     "torch", "lightning", "litdata", "jsonargparse", "transformers", "peft", "bitsandbytes", "torchao", "tokenizers",
     "safetensors", "huggingface_hub", "numpy",

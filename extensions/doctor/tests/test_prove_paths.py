@@ -37,6 +37,7 @@ PATHS: dict[str, tuple[str, ...] | str] = {
     "distributed/device.py:fp32_reductions": CURVES,
     "distributed/device.py:pick_accelerator": CHOICE,
     "distributed/device.py:pick_precision": CHOICE,
+    "distributed/device.py:peak_flops": STATISTICS,
     "distributed/device.py:without_cudnn_attention": ("CUDA graph",),
     "distributed/fabric.py:single_device_fabric": CHOICE,
     "distributed/launch.py:choose_backends": ("FSDP", "collectives"),
@@ -67,8 +68,8 @@ PATHS: dict[str, tuple[str, ...] | str] = {
     "training/checkpointer.py:set_rng_state": ("resume",),
     "training/hyperparameters.py:resolved_hyperparameters": CHOICE,
     "training/memory_stats.py:memory_stats": STATISTICS,
-    "training/callbacks/energy.py:Energy.__init__": STATISTICS,
-    "training/callbacks/energy.py:find_gpu": STATISTICS,
+    "toolkit_report/energy.py:Energy.__init__": STATISTICS,
+    "toolkit_report/energy.py:find_gpu": STATISTICS,
     "training/reference.py:with_reference": "only frees memory",
     "training/throughput.py:peak_memory_gb": ("planned memory",),
 }

@@ -12,9 +12,9 @@ from toolkit.escape import shell_word
 from toolkit.metrics.best import VAL
 from toolkit.models.families import export_error
 from toolkit.planning.data import describe_stand_in
-from toolkit.reporting.page import REPORT
 from toolkit.training.evaluate import option_to_trust
 from toolkit.training.run import Callback, Metrics, Run
+from toolkit.ui.events import REPORT
 
 
 class Console(Callback):

@@ -1,13 +1,11 @@
-"""Measure throughput and write metrics to ``logs/metrics.csv``, its plot and other loggers."""
+"""Measure throughput and write metrics to ``logs/metrics.csv``, and other loggers."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from toolkit.distributed import ranks
 from toolkit.errors import one_line
-from toolkit.reporting.page import write_report
 from toolkit.training.hyperparameters import hyperparameters
 from toolkit.training.run import Callback, Metrics, Run
 from toolkit.training.throughput import StepTimes, Throughput, peak_memory_gb
@@ -33,7 +31,7 @@ class ThroughputMonitor(Callback):
 
 
 class MetricsFile(Callback):
-    """Writes metrics.csv and events.jsonl, and loss.png and report.html at the end, on rank 0."""
+    """Writes metrics.csv and events.jsonl, on rank 0."""
 
     def __init__(self, csv: MetricsCSV) -> None:
         self.csv = csv
@@ -70,19 +68,11 @@ class MetricsFile(Callback):
         self.csv.close()
         self._record_remarks(trainer)
         write_event(trainer.out_dir, "end", error=error)
-        if (problem := write_report(trainer.out_dir, f"stopped: {error}" if error else "finished")) is not None:
-            trainer.display.message(f"note: {problem}")
 
     def _record_remarks(self, trainer: Run) -> None:
         remarks = trainer.display.remarks
         while remarks:
             write_event(trainer.out_dir, "warning", step=trainer.progress.step, text=remarks.pop(0))
-
-
-def is_current(out_dir: Path, name: str) -> bool:
-    """Whether a file about the metrics exists and is not older. A run may be killed before it writes it."""
-    csv, file = out_dir / "logs" / "metrics.csv", out_dir / name
-    return file.exists() and not (csv.exists() and file.stat().st_mtime_ns < csv.stat().st_mtime_ns)
 
 
 class ExternalLoggers(Callback):

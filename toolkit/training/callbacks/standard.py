@@ -21,15 +21,12 @@ from toolkit.metrics import direction_of
 from toolkit.metrics.best import VAL, BestMetric
 from toolkit.objectives.base import LOSS, checked_parts
 from toolkit.objectives.inputs import original_module
-from toolkit.reporting.page import REPORT, write_report
 from toolkit.training.callbacks.best import EarlyStopping, KeepBest
 from toolkit.training.callbacks.console import Console
-from toolkit.training.callbacks.energy import Energy
 from toolkit.training.callbacks.metrics import (
     ExternalLoggers,
     MetricsFile,
     ThroughputMonitor,
-    is_current,
 )
 from toolkit.training.callbacks.mixture import MixtureShares
 from toolkit.training.callbacks.profile import Profile
@@ -69,7 +66,6 @@ def build_callbacks(
     callbacks: list[Callback] = [
         ReplicaCheck(state.model),
         ThroughputMonitor(throughput),
-        Energy(launch.fabric.device),
         *added["before"],
     ]
     if args.profile:
@@ -173,15 +169,13 @@ def start_uploads(remote: RemoteRun, launch: Launch, stack: ExitStack, leaders: 
 
 
 def finish_run(launch: Launch, stack: ExitStack) -> None:
-    """Complete the cleanup, plot, report and uploads of a finished run, if an earlier launch could not."""
+    """Complete the cleanup, outputs and uploads of a finished run, if an earlier launch could not."""
     display, state, remote = launch.display, launch.state, launch.remote
     display.message(f"{state.resume_from} has reached step {state.progress.step}: the run is finished, nothing to do")
     if launch.args.dry_run:
         return
     if launch.world.global_rank == 0:
         sweep(launch.out_dir)
-        if not is_current(launch.out_dir, REPORT):
-            write_report(launch.out_dir, "finished")
     make_callbacks(launch, stack, ["outputs"])
     if remote is not None:
         ranks.run_on_rank0(lambda: stack.enter_context(exclusive_lock(remote.out_dir)))

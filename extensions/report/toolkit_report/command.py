@@ -20,10 +20,11 @@ def setup(run_dirs: str, format: Literal["html", "md", "json"] = "html", out_pat
         out_path: File to write; an existing one must be a report. Default: report.html in the run's folder, or in the
             current folder for several runs and remote ones.
     """
-    from toolkit.reporting.compare import render_json
-    from toolkit.reporting.markdown import render_markdown
-    from toolkit.reporting.page import REPORT, render_page
-    from toolkit.reporting.run import read_runs
+    from toolkit.ui.events import REPORT
+    from toolkit_report.compare import render_json
+    from toolkit_report.markdown import render_markdown
+    from toolkit_report.page import render_page
+    from toolkit_report.run import read_runs
 
     names = [run_dirs] if Path(run_dirs).is_dir() else run_dirs.split(",")
     places = list(dict.fromkeys(name.strip() for name in names if name.strip()))

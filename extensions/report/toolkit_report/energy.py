@@ -3,14 +3,17 @@
 import math
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from toolkit.distributed import ranks
 from toolkit.io.safe_parse import read_bounded
 from toolkit.io.tempfiles import boot_id
+from toolkit.training.launch import Launch
 from toolkit.training.run import Callback, Metrics, Run
 from toolkit.ui.energy import energy_of_run
 from toolkit.ui.events import write_event
@@ -78,6 +81,11 @@ class Energy(Callback):
         """Return the joules so far by kind of device; NaN if a counter is missing or has failed."""
         self._read_at = time.monotonic()
         return {kind: sum(c.update() for c in counters) if counters else math.nan for kind, counters in self._counters}
+
+
+def make_energy(launch: Launch, stack: ExitStack) -> list[Callable[[Any], Energy]]:
+    """Return the callback of a run, built with the model: what its launch used before is not measured."""
+    return [lambda checkpointer: Energy(launch.fabric.device)]
 
 
 def find_gpu(device: torch.device) -> list[Counter]:

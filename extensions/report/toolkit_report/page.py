@@ -12,13 +12,13 @@ from typing import Any
 from toolkit.errors import one_line
 from toolkit.escape import html_text, script_json
 from toolkit.io.atomic import write_atomic
-from toolkit.reporting.compare import AXES, compare
-from toolkit.reporting.plot import PLOT, plot_loss
-from toolkit.reporting.run import RunFacts, read_run
-from toolkit.reporting.series import MAX_POINTS, MAX_POINTS_OF_A_LINE, reduce_lines
-from toolkit.reporting.text import label, parts
+from toolkit.ui.events import REPORT
+from toolkit_report.compare import AXES, compare
+from toolkit_report.plot import PLOT, plot_loss
+from toolkit_report.run import RunFacts, read_run
+from toolkit_report.series import MAX_POINTS, MAX_POINTS_OF_A_LINE, reduce_lines
+from toolkit_report.text import label, parts
 
-REPORT = "report.html"
 _CHARTS = (  # title, unit, patterns of columns
     ("Loss", "nats per token", ("loss", "val_loss")),
     ("Validation loss per byte", "bits per byte", ("val_bpb",)),
@@ -85,11 +85,11 @@ def write_report(out_dir: Path, status: str) -> str | None:
 
 
 def _resource(name: str) -> str:
-    return (files("toolkit.reporting") / name).read_text(encoding="utf-8")
+    return (files("toolkit_report") / name).read_text(encoding="utf-8")
 
 
 def _element(kind: str, content: Any, runs: Sequence[RunFacts]) -> str:
-    """Return a part of :func:`toolkit.reporting.text.parts` as HTML."""
+    """Return a part of :func:`toolkit_report.text.parts` as HTML."""
     if kind == "charts":
         return _CURVES
     if kind == "lead":

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from toolkit.io.atomic import write_atomic
-from toolkit.reporting.run import RunFacts
-from toolkit.reporting.series import MAX_POINTS_OF_A_LINE, Points, reduce_lines
-from toolkit.reporting.text import figures
+from toolkit_report.run import RunFacts
+from toolkit_report.series import MAX_POINTS_OF_A_LINE, Points, reduce_lines
+from toolkit_report.text import figures
 
 PLOT = "loss.png"
 _COLUMNS = ("step", "tokens", "loss", "val_loss")

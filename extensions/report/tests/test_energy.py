@@ -9,6 +9,10 @@ import pytest
 import torch
 from helpers.cases import check_each
 from helpers.groups import free_port, start_ranks
+from toolkit_report import energy
+from toolkit_report.energy import Counter, Energy, find_cpus, find_gpu
+from toolkit_report.run import read_run
+from toolkit_report.text import figures
 from torch import distributed as dist
 
 from tests.training.test_run import arguments
@@ -16,10 +20,7 @@ from toolkit.checkpoints.folder import read_model_config
 from toolkit.checkpoints.hf.card import write_model_card
 from toolkit.config import LogArgs
 from toolkit.errors import UserError
-from toolkit.reporting.run import read_run
-from toolkit.reporting.text import figures
-from toolkit.training.callbacks import Callback, energy
-from toolkit.training.callbacks.energy import Counter, Energy, find_cpus, find_gpu
+from toolkit.training.callbacks import Callback
 from toolkit.training.engine import run_training
 from toolkit.ui.energy import describe_energy
 from toolkit.ui.events import EVENTS, parse_events

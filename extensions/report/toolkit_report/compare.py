@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.reporting.run import RunFacts
 from toolkit.ui.progress import STDERR
+from toolkit_report.run import RunFacts
 
 AXES = {"step": "steps", "tokens": "tokens", "seconds": "seconds of training"}
 TOLERANCE = 0.02

@@ -4,11 +4,11 @@ import random
 import sys
 
 import pytest
+from toolkit_report.plot import loss_limits, plot_loss
+from toolkit_report.run import RunFacts
+from toolkit_report.series import parse_metrics, reduce_lines, smooth
+from toolkit_report.text import figures
 
-from toolkit.reporting.plot import loss_limits, plot_loss
-from toolkit.reporting.run import RunFacts
-from toolkit.reporting.series import parse_metrics, reduce_lines, smooth
-from toolkit.reporting.text import figures
 from toolkit.ui.loggers import MetricsCSV
 
 

@@ -7,12 +7,12 @@ from statistics import mean, stdev
 
 import pytest
 from scipy import stats
+from toolkit_report.compare import compare, estimate
+from toolkit_report.page import render_page
+from toolkit_report.run import Checkpoint, read_runs
+from toolkit_report.text import figures
 
 from toolkit.cli import main
-from toolkit.reporting.compare import compare, estimate
-from toolkit.reporting.page import render_page
-from toolkit.reporting.run import Checkpoint, read_runs
-from toolkit.reporting.text import figures
 from toolkit.ui.events import write_event
 
 HEADER = "step,tokens,seconds,loss,val_loss,val_accuracy,val_accuracy_stderr,tokens_per_sec"

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from toolkit.escape import markdown_code, markdown_text
-from toolkit.reporting.run import RunFacts
-from toolkit.reporting.text import parts
+from toolkit_report.run import RunFacts
+from toolkit_report.text import parts
 
 
 def render_markdown(runs: Sequence[RunFacts]) -> str:

@@ -12,10 +12,10 @@ import numpy as np
 
 from toolkit.checkpoints.store import BEST
 from toolkit.config import AUTO
-from toolkit.reporting.compare import AXES, compare, finite, last
-from toolkit.reporting.run import RunFacts
 from toolkit.ui.formats import format_count, format_loss, format_perplexity, format_seconds
 from toolkit.ui.progress import capitalized, format_metric, metric_label, metric_names
+from toolkit_report.compare import AXES, compare, finite, last
+from toolkit_report.run import RunFacts
 
 Rows = list[list[str]]
 _VERBS = {

@@ -16,10 +16,10 @@ from toolkit.errors import UserError, join_first, one_line
 from toolkit.io.paths import is_url, mask_url, require_folder
 from toolkit.io.safe_parse import MAX_BYTES, parse_yaml, read_bounded
 from toolkit.io.storage import Storage, StorageError
-from toolkit.reporting.series import MAX_COLUMNS, Columns, parse_metrics
-from toolkit.reporting.settings import changed_settings, command_of, defaults_of, flatten, repeat_command
 from toolkit.ui.energy import describe_energy
 from toolkit.ui.events import EVENTS, parse_events
+from toolkit_report.series import MAX_COLUMNS, Columns, parse_metrics
+from toolkit_report.settings import changed_settings, command_of, defaults_of, flatten, repeat_command
 
 METRICS = "logs/metrics.csv"
 _MAX_EVENTS = 100  # samples and warnings of a page
@@ -43,7 +43,7 @@ class RunFacts:
         name: Short unique name, for legends.
         place: Folder or URL.
         status: finished, running or stopped, with the reason if it is known.
-        columns: The columns of metrics.csv, see :func:`toolkit.reporting.series.parse_metrics`.
+        columns: The columns of metrics.csv, see :func:`toolkit_report.series.parse_metrics`.
         settings: Settings by dotted name.
         changed: Settings that differ from the defaults: {name: (value, default)}.
         training_command: pretrain, finetune_full or finetune_lora; "" if the settings are unknown.

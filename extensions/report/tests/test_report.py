@@ -16,6 +16,10 @@ from helpers.cases import check_each
 from helpers.processes import common_flags, finish, pretrain
 from helpers.saving import write_checkpoint
 from helpers.small_runs import text_data
+from toolkit_report import page
+from toolkit_report.page import render_page, write_report
+from toolkit_report.run import read_run, read_runs
+from toolkit_report.series import parse_metrics, reduce_lines, smooth
 
 from toolkit.checkpoints.lock import exclusive_lock
 from toolkit.checkpoints.manifest import parse_manifest
@@ -25,10 +29,6 @@ from toolkit.errors import UserError
 from toolkit.io.safe_parse import MAX_BYTES
 from toolkit.io.storage import Storage, StorageError
 from toolkit.planning.training_options import run_args
-from toolkit.reporting import page
-from toolkit.reporting.page import render_page, write_report
-from toolkit.reporting.run import read_run, read_runs
-from toolkit.reporting.series import parse_metrics, reduce_lines, smooth
 from toolkit.training.hyperparameters import hyperparameters
 from toolkit.ui.console import make_progress
 from toolkit.ui.events import parse_events, write_event
@@ -408,7 +408,7 @@ def test_checkpoint_that_is_deleted_meanwhile_is_left_out(tmp_path, monkeypatch)
         shutil.rmtree(run / "step-00000001", ignore_errors=True)
         return parse_manifest(*args)
 
-    monkeypatch.setattr("toolkit.reporting.run.parse_manifest", parse_and_delete)
+    monkeypatch.setattr("toolkit_report.run.parse_manifest", parse_and_delete)
     assert [c.name for c in read_run(run).checkpoints] == ["step-00000002"]
 
 
