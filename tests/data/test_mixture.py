@@ -43,19 +43,19 @@ def test_yaml_flags_and_python_give_the_same_mixture(tmp_path):
     )
     for words in ([*config, *overrides], [*overrides, *config]):  # flags override files wherever they stand
         found = parse("pretrain", words)["options"].data
-        assert found == expected and found.modules == expected.modules
+        assert found == expected and found.sources_by_name == expected.sources_by_name
     written = tmp_path / "again.yaml"
     command = CommandOptions(setup)
     command.update(command.flatten({"data": {"class_path": "Mixture", "init_args": asdict(expected)}}, "x"))
     written.write_text(dump(command, command.resolve(), []))
     again = parse("pretrain", ["--config", str(written)])["options"].data
-    assert again == expected and again.modules == expected.modules
+    assert again == expected and again.sources_by_name == expected.sources_by_name
 
 
 def test_page_shows_a_mixture():
     page = (Path(__file__).parents[2] / "tutorials" / "mixture.md").read_text()
     shown = yaml.safe_load(re.search(r"```yaml\n(data:.*?)```", page, re.S)[1])["data"]
-    assert shown["class_path"] == "Mixture" and Mixture(**shown["init_args"]).modules.keys() == {"web", "code"}
+    assert shown["class_path"] == "Mixture" and Mixture(**shown["init_args"]).sources_by_name.keys() == {"web", "code"}
 
 
 MISTAKES = {

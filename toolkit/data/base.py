@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
 from toolkit.config.checks import require_not_negative
 from toolkit.config.strategy_options import AUTO, Auto  # noqa: F401 - AUTO is for data modules
@@ -49,6 +49,10 @@ Packing = Literal["none", "best_fit"]
 # score layer: a text with a label, or a pair of completions, scored at the last token ("compared") or at each token of
 # the completion ("compared_tokens").
 RowKind = Literal["answers", "pairs", "rated", "labeled", "compared", "compared_tokens"]
+
+
+# What a data module reads, which decides the options that a run can have with it.
+Content = Literal["tokens", "text", "answers", "preferences", "labels"]
 
 
 class LabelSet(NamedTuple):
@@ -157,6 +161,20 @@ def sample_order(dataset: TokenDataset, seed: int, state: State) -> SampleOrder:
     return ShuffledOrder(len(dataset), seed) if order is None else order(seed, state)
 
 
+def largest_token(dataset: TokenDataset) -> int:
+    """Return the largest token id of a dataset, which reads all rows unless its files have an index."""
+    import torch
+
+    if (method := getattr(dataset, "largest_token", None)) is not None:
+        return method()
+    return max(
+        int(torch.as_tensor(row[name]).max())
+        for i in range(len(dataset))
+        for row in rows_of(dataset[i])
+        for name in ("input_ids", "labels")
+    )
+
+
 def is_ragged(dataset: TokenDataset | None) -> bool:
     """Whether row lengths, and so batch shapes, may vary."""
     return row_lengths(dataset) is not None or getattr(dataset, "is_ragged", False)
@@ -218,6 +236,21 @@ class DataModule(ABC):
     """Whether a run checks the token ids of each batch, because they are not known before."""
     seq_length: int | None = None
     """Sequence length from ``--data.block_size``; None to use --train.max_seq_length."""
+    content: ClassVar[Content] = "tokens"
+    """``text``, and prompts with ``answers``: the tokenizer of the model's architecture encodes them."""
+    is_streamed: ClassVar[bool] = False
+    """Whether the number of rows is unknown, because the data is tokenized while the run trains."""
+    is_stand_in: ClassVar[bool] = False
+    """Whether it is text for first tries, far too short for a model."""
+    takes_urls: ClassVar[tuple[str, ...]] = ()
+    """Options with paths that may be URLs."""
+    takes_patterns: ClassVar[bool] = False
+    """Whether paths may be patterns, such as ``books/*.txt``."""
+
+    @property
+    def sources_by_name(self) -> dict[str, DataModule]:
+        """The data modules of a mixture; empty for others."""
+        return {}
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -236,9 +269,27 @@ class DataModule(ABC):
             UserError: An option or a file is invalid.
         """
 
+    @property
+    def has_answers(self) -> bool:
+        """Whether rows are prompts with answers, see :class:`toolkit.data.InstructionData`."""
+        return self.content in ("answers", "preferences")
+
+    def check_first_rows(self, kind: RowKind, model_labels: LabelSet | None) -> None:  # noqa: B027
+        """Raise UserError for rows that the preparation would refuse, as far as a look at the first ones shows.
+
+        Args:
+            kind: What a row is.
+            model_labels: The labels of the initial model's head, if it has one.
+        """
+
     def estimate_rows(self, tokenizer: Tokenizer | None, max_seq_length: int) -> int | None:
         """Estimate the training rows in less than a second, for ``toolkit plan``; None if they are unknown."""
         return None
+
+
+def data_modules(data: DataModule) -> list[DataModule]:
+    """Return the data module and, for a mixture, its source modules."""
+    return [data, *data.sources_by_name.values()]
 
 
 def choose_seq_length(data: DataModule, option: int | None, flag: str) -> int | None:

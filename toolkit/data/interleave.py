@@ -14,7 +14,17 @@ from functools import cached_property
 
 import numpy as np
 
-from toolkit.data.base import Row, State, TokenDataset, is_ragged, mean_length, row_count, row_lengths, sample_order
+from toolkit.data.base import (
+    Row,
+    State,
+    TokenDataset,
+    is_ragged,
+    largest_token,
+    mean_length,
+    row_count,
+    row_lengths,
+    sample_order,
+)
 from toolkit.data.order import SampleOrder
 from toolkit.errors import DataError, UserError
 
@@ -100,6 +110,9 @@ class ConcatenatedRows:
     def __getitem__(self, index: int) -> Row:
         dataset = int(np.searchsorted(self.first_ids, index, side="right")) - 1
         return self.datasets[dataset][index - int(self.first_ids[dataset])]
+
+    def largest_token(self) -> int:
+        return max(map(largest_token, self.datasets))
 
     @cached_property
     def lengths(self) -> np.ndarray | None:

@@ -5,11 +5,12 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, is_dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from toolkit.config.classes import class_path
 from toolkit.config.command import CommandOptions
 from toolkit.data.base import (
+    Content,
     DataModule,
     PreparedData,
     Report,
@@ -62,6 +63,8 @@ class Mixture(DataModule):
     change_weights: bool = False
     num_workers: int = 0
 
+    content: ClassVar[Content] = "text"
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.sources, Mapping) or not self.sources:
@@ -69,7 +72,7 @@ class Mixture(DataModule):
         require(len(self.sources) <= MAX_SOURCES, "sources", len(self.sources), f"must be at most {MAX_SOURCES}")
         self._modules = {name: _read_source(name, entry) for name, entry in self.sources.items()}
         self.sources = {name: _to_dict(source) for name, source in self._modules.items()}
-        self.checks_tokens = any(module.checks_tokens for module in self.modules.values())
+        self.checks_tokens = any(module.checks_tokens for module in self.sources_by_name.values())
         weights = {name: source.weight for name, source in self._modules.items()}
         if abs((total := sum(weights.values())) - 1) > 1e-6:
             shares = {name: weight / total if total else 1 / len(weights) for name, weight in weights.items()}
@@ -77,19 +80,19 @@ class Mixture(DataModule):
             raise UserError(f"--data.sources: the weights sum to {total:g}; they must sum to 1, such as {as_shares}")
 
     @property
-    def modules(self) -> dict[str, DataModule]:
+    def sources_by_name(self) -> dict[str, DataModule]:
         return {name: source.data for name, source in self._modules.items()}
 
     @property
     def packing(self) -> str:
         """Packing of the first source with packed rows, else "none". Used by ``toolkit plan``."""
-        packings = (getattr(module, "packing", "none") for module in self.modules.values())
+        packings = (getattr(module, "packing", "none") for module in self.sources_by_name.values())
         return next((packing for packing in packings if packing != "none"), "none")
 
     @property
     def vocab_size(self) -> Any:
         """Vocabulary size option of the first source; 0 if it has none."""
-        return getattr(next(iter(self.modules.values())), "vocab_size", 0)
+        return getattr(next(iter(self.sources_by_name.values())), "vocab_size", 0)
 
     def prepare(self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Report = print) -> PreparedData:
         """See :meth:`DataModule.prepare`.
@@ -127,11 +130,6 @@ class Mixture(DataModule):
         ]
         train = MixtureRows(rows, self.change_weights)
         return _join(parts, train, tokenizer, report)
-
-
-def data_modules(data: DataModule) -> list[DataModule]:
-    """Return the data module and, for a mixture, its source modules."""
-    return [data, *(data.modules.values() if isinstance(data, Mixture) else ())]
 
 
 def _read_source(name: Any, entry: Any) -> MixtureSource:

@@ -7,7 +7,6 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from toolkit.config import AUTO, COMPILERS
-from toolkit.data import Classification, InstructionData, Preference
 from toolkit.errors import UserError, option_text
 from toolkit.extension import run_checks
 from toolkit.planning.facts import Facts
@@ -217,19 +216,19 @@ ROWS: tuple[Row, ...] = (
     # preferences
     Row(_PREFERENCES, _PRETRAIN, fix="use finetune_lora or finetune_full"),
     Row(_PREFERENCES, Use("--data {data_name:that has no answers}",
-                          lambda f: not isinstance(f.data, InstructionData)),
+                          lambda f: not f.data.has_answers),
         "it compares completions", "use --data Preference"),
-    Row(Use("--data Preference", lambda f: isinstance(f.data, Preference)),
+    Row(Use("--data Preference", lambda f: f.data.content == "preferences"),
         Use("--objective {objective_name:NextToken}", lambda f: f.objective.row_kind == "answers"),
         "it would also train on the rejected completions", "use --objective DPO, KTO, ORPO or SimPO"),
     # heads
     Row(_HEAD, _PRETRAIN, fix="use finetune_lora or finetune_full"),
-    Row(_CLASSIFICATION, Use("--data {data_name:without labels}", lambda f: not isinstance(f.data, Classification)),
+    Row(_CLASSIFICATION, Use("--data {data_name:without labels}", lambda f: f.data.content != "labels"),
         "it needs labels", "use --data Classification"),
     Row(Use("--head {objective.head:reward, token_reward}", lambda f: f.objective.head in ("reward", "token_reward")),
-        Use("--data {data_name:without pairs}", lambda f: not isinstance(f.data, Preference)),
+        Use("--data {data_name:without pairs}", lambda f: f.data.content != "preferences"),
         "it compares completions", "use --data Preference"),
-    Row(Use("--data Classification", lambda f: isinstance(f.data, Classification)),
+    Row(Use("--data Classification", lambda f: f.data.content == "labels"),
         Use("--objective {objective_name:NAME}", lambda f: f.objective.head != "classification"),
         "it has labels, not answers", "use --head classification"),
     Row(_HEAD, _FOREIGN_MODEL,

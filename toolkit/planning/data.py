@@ -7,29 +7,22 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-import torch
-
 from toolkit.checkpoints.folder import read_model_config
 from toolkit.config import TrainArgs
 from toolkit.data.base import (
     LabelSet,
     PreparedData,
     Report,
-    TokenDataset,
+    data_modules,
     epoch_rows,
     is_ragged,
+    largest_token,
     mean_length,
     row_count,
-    rows_of,
 )
 from toolkit.data.cache import NotPreparedError, read_only
-from toolkit.data.interleave import ConcatenatedRows
-from toolkit.data.mixture import Mixture, data_modules
-from toolkit.data.streamed.hugging_face_text import HuggingFaceText
-from toolkit.data.text.text_files import PythonStdlib
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.data.tokens.rows import PythonData, check_rows
-from toolkit.data.tokens.store import BlockDataset
 from toolkit.data.tokens.synthetic import SyntheticRows
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
@@ -128,8 +121,8 @@ def unprepared_rows(args: RunArgs, seq_length: int | None) -> UnpreparedRows:
     return UnpreparedRows(
         args.data.estimate_rows(tokenizer, seq_length or 0),
         seq_length or math.nan,
-        is_ragged=any(hasattr(module, "packing") and not isinstance(module, Mixture) for module in modules),
-        is_streamed=any(isinstance(module, HuggingFaceText) for module in modules),
+        is_ragged=any(hasattr(module, "packing") and not module.sources_by_name for module in modules),
+        is_streamed=any(module.is_streamed for module in modules),
     )
 
 
@@ -139,7 +132,7 @@ def describe_stand_in(config: ResolvedConfig, rows: Rows) -> str | None:
     A model wants 20 tokens per parameter, see :func:`toolkit.planning.resolve.with_model_limit`.
     """
     args, model, count = config.args, config.model, epoch_rows(rows.train)
-    if not isinstance(args.data, PythonStdlib) or args.model_name is None or model is None or count is None:
+    if not args.data.is_stand_in or args.model_name is None or model is None or count is None:
         return None
     tokens, wanted = count * mean_length(rows.train), model_tokens(model)
     if wanted <= MAX_STAND_IN_RATIO * tokens:
@@ -209,7 +202,7 @@ def with_vocabulary(config: ModelConfig | None, data: PreparedData) -> ModelConf
     elif row_count(data.train) is None:  # the data is not read completely before the run
         largest = max(vocab_sizes) - 1
     else:
-        largest = max(_largest_token(rows) for rows in (data.train, data.val) if rows is not None)
+        largest = max(largest_token(rows) for rows in (data.train, data.val) if rows is not None)
     if largest >= embedded:
         source = f"--tokenizer_dir: has {max(vocab_sizes)} tokens and the data"
         source, fix = "--data:" if data.tokenizer is None else source, "use the model's own tokenizer"
@@ -220,16 +213,3 @@ def with_vocabulary(config: ModelConfig | None, data: PreparedData) -> ModelConf
             f"pretrain a model with --model_config.vocab_size {max(vocab_sizes)}"
         )
     return config
-
-
-def _largest_token(rows: TokenDataset) -> int:
-    if isinstance(rows, ConcatenatedRows):
-        return max(map(_largest_token, rows.datasets))
-    if isinstance(rows, BlockDataset):
-        return rows.store.array.survey()[1]
-    return max(
-        int(torch.as_tensor(row[name]).max())
-        for i in range(len(rows))
-        for row in rows_of(rows[i])
-        for name in ("input_ids", "labels")
-    )

@@ -10,11 +10,8 @@ from toolkit.checkpoints.remote.run import check_out_dir
 from toolkit.checkpoints.run.resume import resolve_resume
 from toolkit.config import AUTO, ProfilerArgs
 from toolkit.config.classes import has_short_name
-from toolkit.data import DataModule, HuggingFaceText, TextFiles
-from toolkit.data.base import LabelSet
+from toolkit.data.base import DataModule, LabelSet
 from toolkit.data.chat.template import require_style
-from toolkit.data.sft.datasets import InstructionData
-from toolkit.data.sft.first_rows import check_first_rows
 from toolkit.distributed.launchers import is_launched
 from toolkit.distributed.mesh import data_devices
 from toolkit.distributed.world import detect_world
@@ -75,9 +72,9 @@ def check_start(args: RunArgs, *, writes: bool = True, has_callbacks: bool = Fal
         require_profiled_steps(args.profiler, args.train.max_steps)
     train, data = args.train, args.data
     has_limit = train.max_steps is not None or train.max_tokens is not None
-    if train.epochs is not None and not has_limit and isinstance(data, HuggingFaceText):
+    if train.epochs is not None and not has_limit and data.is_streamed:
         raise unknown_rows_error(train.epochs)
-    if args.initial_checkpoint_dir is None and args.tokenizer_dir is None and isinstance(data, InstructionData):
+    if args.initial_checkpoint_dir is None and args.tokenizer_dir is None and data.has_answers:
         repository = own_repository(args)
         hint = "specify --tokenizer_dir" if repository is None else download_hint(repository)
         raise UserError(f"--data {type(data).__name__}: needs the tokenizer of the model; {hint}")
@@ -95,7 +92,7 @@ def check_start(args: RunArgs, *, writes: bool = True, has_callbacks: bool = Fal
         resolve_resume(args.resume, Path(args.out_dir))
     model = {} if args.base_dir is None else read_settings(args.base_dir, CONFIG)
     problem, labels = model.get("problem_type"), model.get("labels")
-    check_first_rows(data, args.objective.row_kind, LabelSet(labels, problem) if problem and labels else None)
+    data.check_first_rows(args.objective.row_kind, LabelSet(labels, problem) if problem and labels else None)
 
 
 def unknown_rows_error(epochs: float) -> UserError:
@@ -159,11 +156,11 @@ def check_files(data: DataModule, command: str) -> None:
                 f"--data.json_path: must be set: `{command} --data JSON --data.json_path FILE`, or "
                 f"`{command} --data Alpaca2k` for a first try"
             )
-        if not name.endswith("_path") or not value or name in getattr(data, "takes_urls", ()):
+        if not name.endswith("_path") or not value or name in data.takes_urls:
             continue  # URLs are checked when they are listed
         path = Path(value).expanduser()
         if glob.has_magic(str(value)) and not path.exists():
-            if not isinstance(data, TextFiles):
+            if not data.takes_patterns:
                 raise UserError(f"--data.{name} {value}: must be a file, or a folder with train and val; not a pattern")
             if not glob.glob(str(path), recursive=True):
                 raise UserError(f"--data.{name} {value}: no file matches; check the pattern")

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from pathlib import Path
 
-from toolkit.data import HuggingFaceText, InstructionData, Mixture, PythonStdlib, TextFiles
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
 from toolkit.models.families import get_config
@@ -12,7 +11,6 @@ from toolkit.planning.frozen import find_model, frozen_flag
 from toolkit.planning.run_args import RunArgs
 
 _TOKENIZER = "tokenizer.json"
-_TEXT = (HuggingFaceText, InstructionData, Mixture, PythonStdlib, TextFiles)
 
 
 def own_repository(args: RunArgs) -> str | None:
@@ -20,7 +18,7 @@ def own_repository(args: RunArgs) -> str | None:
     name, data = args.model_name, args.data
     if getattr(data, "vocab_size", None) or getattr(args.model_config, "vocab_size", None):
         return None  # the user wants another one
-    if name is None or args.tokenizer_dir or args.base_dir or not isinstance(data, _TEXT):
+    if name is None or args.tokenizer_dir or args.base_dir or data.content not in ("text", "answers", "preferences"):
         return None
     return name if "/" in name else repository_of(get_config(name).name)
 

@@ -5,10 +5,10 @@ The fields are the command-line flags, and the options of :func:`toolkit.train` 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, is_dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+import toolkit.data
 from toolkit.checkpoints.find import find_checkpoint_dir
 from toolkit.checkpoints.hf.sums import require_intact
 from toolkit.checkpoints.store import ADAPTERS, WEIGHTS
@@ -24,7 +24,7 @@ from toolkit.config import (
     TrainingCommand,
 )
 from toolkit.config.checks import note
-from toolkit.data import JSON, DataModule, PythonStdlib
+from toolkit.data.base import DataModule
 from toolkit.errors import UserError, require_option
 from toolkit.models.config import ModelOverrides
 from toolkit.models.config_checks import HeadName
@@ -62,7 +62,7 @@ class PretrainOptions:
 
     model_name: str | None = None
     model_config: ModelOverrides = field(default_factory=ModelOverrides)
-    data: DataModule = field(default_factory=PythonStdlib)
+    data: DataModule = field(default_factory=lambda: toolkit.data.PythonStdlib())
     train: TrainArgs = TrainArgs(global_batch_size=64, learning_rate=4e-4, keep_last=3)
     eval: EvalArgs = EvalArgs()
     optimizer: OptimizerArgs = OptimizerArgs()
@@ -95,7 +95,7 @@ class FinetuneOptions:
     checkpoint_option: ClassVar = "checkpoint_dir"
 
     checkpoint_dir: str
-    data: DataModule = field(default_factory=partial(JSON, json_path=""))
+    data: DataModule = field(default_factory=lambda: toolkit.data.JSON(json_path=""))
     train: TrainArgs = TrainArgs(global_batch_size=FINETUNE.global_batch_size, learning_rate=AUTO, keep_last=2)
     eval: EvalArgs = EvalArgs(max_new_tokens=AUTO)
     optimizer: OptimizerArgs = OptimizerArgs()

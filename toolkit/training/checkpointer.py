@@ -29,8 +29,7 @@ from toolkit.checkpoints.run.optimizer_state import load_optimizer
 from toolkit.checkpoints.run.state_dicts import adapter_state, full_state, full_weights, sharded_state
 from toolkit.checkpoints.store import WEIGHTS
 from toolkit.checkpoints.weights import Tensors, load_state, save_state
-from toolkit.data.base import State
-from toolkit.data.mixture import data_modules
+from toolkit.data.base import State, data_modules
 from toolkit.distributed import ranks
 from toolkit.distributed.names import canonical_name
 from toolkit.errors import UserError

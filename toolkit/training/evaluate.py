@@ -18,11 +18,9 @@ from toolkit.config import none_if_auto
 from toolkit.config.classes import class_names, find_class
 from toolkit.config.command import as_mapping, parse_object
 from toolkit.data import Classification, DataModule, Mixture, Preference, PythonStdlib
-from toolkit.data.base import choose_seq_length, is_ragged, row_count
+from toolkit.data.base import choose_seq_length, data_modules, is_ragged, row_count
 from toolkit.data.batch import Batch, choose_padding
 from toolkit.data.chat.template import tokenizer_template
-from toolkit.data.mixture import data_modules
-from toolkit.data.sft.datasets import InstructionData
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed.device import choose_attention_kernels
 from toolkit.distributed.fabric import single_device_fabric
@@ -152,7 +150,7 @@ def evaluate_answers(checkpoint: EvaluatedModel) -> dict[str, Any]:
         data, of_run = data_of_run(checkpoint.folder, trust=options.trust_checkpoint_data or path is not None)
         length = length or of_run
     config = read_model_config(checkpoint.folder)
-    if path is None and isinstance(data, InstructionData):
+    if path is None and data.has_answers:
         length = choose_seq_length(data, length, "max_seq_length") or config.block_size
         prepared = data.prepare(tokenizer=tokenizer, max_seq_length=length, report=notice)
         val, tokenizer = prepared.val, prepared.tokenizer or tokenizer
@@ -169,7 +167,7 @@ def evaluate_answers(checkpoint: EvaluatedModel) -> dict[str, Any]:
 def objective_of_head(config: ModelConfig, data: DataModule) -> Objective:
     """Return what a model is evaluated by: as its head was trained, or as a language model."""
     if config.head is None:
-        if isinstance(data, Classification | Preference):
+        if data.content in ("preferences", "labels"):
             raise UserError(
                 f"--data {type(data).__name__}: evaluate needs answers, not preferences or labels; give other --data, "
                 "or --tasks"

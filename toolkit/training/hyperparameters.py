@@ -5,8 +5,7 @@ from typing import Any, cast
 
 from toolkit.config import AUTO, OPTIMIZER_SHORTHANDS, RunOptions
 from toolkit.config.classes import class_path
-from toolkit.data.base import DataModule
-from toolkit.data.mixture import data_modules
+from toolkit.data.base import DataModule, data_modules
 from toolkit.data.tokens.rows import PythonData
 from toolkit.extension import registered, split_names
 from toolkit.models.families import extension_of

@@ -101,7 +101,7 @@ def read_run_args(
         ready, module, blocks = _read_model(model, block_classes, ready)
     data = _read_data(dataset, val_dataset, num_workers, allow_duplicate_data, options.get("data"), ready, module)
     for name, value in vars(data).items() if type(data).__module__.startswith("toolkit.") else ():
-        if name not in getattr(data, "takes_urls", ()):
+        if name not in data.takes_urls:
             require_local(f"data.{name}", value)
     return run_args(replace(ready, data=data), module=module, block_classes=blocks, optimizer_class=optimizer_class)
 

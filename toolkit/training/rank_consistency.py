@@ -17,7 +17,6 @@ from toolkit.checkpoints.adapters import AdapterInfo
 from toolkit.checkpoints.fingerprint import base_fingerprint, peft_fingerprint
 from toolkit.checkpoints.manifest import manifest_bytes
 from toolkit.data.base import TokenDataset
-from toolkit.data.tokens.iterable import IterableRows
 from toolkit.data.tokens.rows import PythonData
 from toolkit.distributed import ranks
 from toolkit.errors import UserError
@@ -90,8 +89,12 @@ def _own_version() -> str:
     return f"{__version__} (sources {hash_sources(['toolkit', *BUILT_IN])})"
 
 
-def require_disjoint_samples(rows: TokenDataset) -> None:
+def require_disjoint_samples(args: RunArgs, rows: TokenDataset) -> None:
     """Check that the ranks read each sample of a user-provided iterable exactly once."""
+    if not isinstance(args.data, PythonData):
+        return
+    from toolkit.data.tokens.iterable import IterableRows  # of use only for data from Python
+
     if isinstance(rows, IterableRows):
         rows.require_disjoint(ranks.all_gather_object(rows.rank_info()))
 

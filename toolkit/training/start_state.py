@@ -59,7 +59,7 @@ def prepare_start_state(
 ) -> StartState:
     """Resolve start and end of the run, and check that all ranks have the same options, data and weights."""
     args, fp8 = resolved.args, resolved.args.train.fp8
-    require_disjoint_samples(data.train)
+    require_disjoint_samples(args, data.train)
     config = resolved.model
     if resolved.frozen is not None and data.tokenizer is None:  # otherwise the tokenizers have been compared
         require_same_vocabulary(frozen_flag(args.objective), resolved.frozen, config)

@@ -1,9 +1,10 @@
 """The data module of a classification: texts with labels."""
 
 from dataclasses import dataclass, fields
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from toolkit.data.base import (
+    Content,
     DataModule,
     LabelSet,
     OnLong,
@@ -16,6 +17,7 @@ from toolkit.data.base import (
     require_val_fraction,
 )
 from toolkit.data.sft.datasets import find_file_splits, find_hub_splits, prepare_rows
+from toolkit.data.sft.first_rows import MAX_ROWS, first_records
 from toolkit.data.sft.labels import ClassWeights, Labeling
 from toolkit.data.sft.readers import Splits
 from toolkit.data.tokenizer import Tokenizer
@@ -68,6 +70,8 @@ class Classification(DataModule):
     cache_dir: str | None = None
     num_workers: int = 0
 
+    content: ClassVar[Content] = "labels"
+
     def __post_init__(self) -> None:
         super().__post_init__()
         require_val_fraction(self, "val_split_fraction")
@@ -77,6 +81,15 @@ class Classification(DataModule):
         weights = self.class_weights if isinstance(self.class_weights, dict) else {}
         for label, weight in weights.items():
             require(weight > 0, f"class_weights.{label}", weight, "must be greater than zero")
+
+    def check_first_rows(self, kind: RowKind, model_labels: LabelSet | None) -> None:
+        labeling = self.labeling(model_labels)
+        files, records = first_records(self, labeling.parse)
+        if files and len(records) < MAX_ROWS:
+            import numpy as np  # not needed for other data
+
+            is_any = np.ones(len(records), np.bool_)
+            labeling.encode(records, is_any, is_any, files[0].class_names().get(labeling.label_column))
 
     def find_rows(self) -> tuple[str, Splits]:
         """Return the data option, such as ``--data.path reviews.csv``, and the row sources."""

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from toolkit.data.base import (
+    Content,
     DataModule,
+    LabelSet,
     OnLong,
     Packing,
     PreparedData,
@@ -20,8 +22,9 @@ from toolkit.data.base import (
     require_val_fraction,
 )
 from toolkit.data.cache import require_preparation
+from toolkit.data.sft.first_rows import first_records
 from toolkit.data.sft.readers import CSV_KINDS, JSON_KINDS, KINDS, PARQUET_KINDS, HubRows, Splits, find_splits
-from toolkit.data.sft.schemas import known_columns, require_columns
+from toolkit.data.sft.schemas import known_columns, parse_row, require_columns
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError, one_line, require_package
 
@@ -56,6 +59,8 @@ class InstructionData(DataModule):
     cache_dir: str | None = None
     num_workers: int = 0
 
+    content: ClassVar[Content] = "answers"
+
     def __post_init__(self) -> None:
         super().__post_init__()
         require_val_fraction(self, "val_split_fraction")
@@ -63,6 +68,9 @@ class InstructionData(DataModule):
         if not self.mask_prompt and self.train_on not in (None, "all"):
             raise UserError(f"--data.mask_prompt false: trains on all tokens, but --data.train_on is {self.train_on}")
         require_columns(self.columns)
+
+    def check_first_rows(self, kind: RowKind, model_labels: LabelSet | None) -> None:
+        first_records(self, lambda row, where, _: parse_row(row, where, self.columns, kind))
 
     @abstractmethod
     def find_rows(self) -> tuple[str, Splits]:
@@ -291,6 +299,8 @@ class Preference(InstructionData):
     subset: str | None = None
     split: str = "train"
     val_split: str | None = None
+
+    content: ClassVar[Content] = "preferences"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -4,7 +4,17 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from toolkit.config.checks import require_not_negative, require_positive
-from toolkit.data.base import AUTO, AddBos, DataModule, PreparedData, Report, require, require_one, trained_vocabulary
+from toolkit.data.base import (
+    AUTO,
+    AddBos,
+    Content,
+    DataModule,
+    PreparedData,
+    Report,
+    require,
+    require_one,
+    trained_vocabulary,
+)
 from toolkit.data.cache import require_preparation
 from toolkit.data.tokenizer import Tokenizer
 
@@ -52,6 +62,8 @@ class HuggingFaceText(DataModule):
     cache_dir: str | None = None
     num_workers: int = 0
 
+    content: ClassVar[Content] = "text"
+    is_streamed: ClassVar[bool] = True
     takes_urls: ClassVar[tuple[str, ...]] = ("path", "val_path")
 
     def __post_init__(self) -> None:

@@ -10,6 +10,7 @@ from toolkit.config.checks import require_positive
 from toolkit.data.base import (
     AUTO,
     AddBos,
+    Content,
     DataModule,
     PreparedData,
     Report,
@@ -82,6 +83,9 @@ class TextFiles(FileText):
     cache_dir: str | None = None
     num_workers: int = 0
 
+    content: ClassVar[Content] = "text"
+    takes_patterns: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         require_one(self, "val_fraction", "val_data_path")
@@ -119,6 +123,9 @@ class PythonStdlib(FileText):
     add_bos: AddBos = AUTO
     cache_dir: str | None = None
     num_workers: int = 0
+
+    content: ClassVar[Content] = "text"
+    is_stand_in: ClassVar[bool] = True
 
     def find_text(self, report: Report) -> TextPaths:
         """See :meth:`FileText.find_text`."""

@@ -196,6 +196,9 @@ class BlockDataset:
     def find_row(self, index: int) -> int:
         return self.start + index * self.stride
 
+    def largest_token(self) -> int:
+        return self.store.array.survey()[1]
+
 
 class ChunkBlockDataset(BlockDataset):
     """Rows that do not span chunks, as in LitData's TokensLoader. Each chunk may have an unused tail."""

@@ -3,9 +3,8 @@
 from pathlib import Path
 
 from toolkit.checkpoints.store import FINAL
-from toolkit.data import Classification, DataModule
+from toolkit.data.base import DataModule
 from toolkit.data.chat.template import tokenizer_template
-from toolkit.data.sft.datasets import InstructionData
 from toolkit.distributed.device import precision_hint
 from toolkit.errors import StoppedByFileError, one_line
 from toolkit.escape import shell_word
@@ -71,7 +70,7 @@ def next_commands(trainer: Run) -> list[str]:
     merge = "" if state.base is None else " --merge true"
     trust = "" if option_to_trust(trainer.args.data) is None else " --trust_checkpoint_data true"
     has_template = data.tokenizer is not None and tokenizer_template(data.tokenizer) is not None
-    is_chat = has_template and isinstance(trainer.args.data, InstructionData)
+    is_chat = has_template and trainer.args.data.has_answers
     is_scored = state.model.config.head is not None
     is_evaluated = trainer.args.objective.is_likelihood or is_scored
     commands = {
@@ -86,5 +85,5 @@ def next_commands(trainer: Run) -> list[str]:
 
 def texts_of(data: DataModule) -> str:
     """Return the file of a run for `toolkit classify`, which knows its columns; FILE for other data."""
-    path = data.path if isinstance(data, Classification) else None
+    path = getattr(data, "path", None) if data.content == "labels" else None
     return shell_word(path) if path is not None and Path(path).is_file() else "FILE"
