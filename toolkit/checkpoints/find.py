@@ -5,10 +5,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoints.remote.download import local_copy
+from toolkit.checkpoints.remote.access import local_folder
 from toolkit.checkpoints.store import FINAL, WEIGHTS, is_checkpoint_name, newest
 from toolkit.errors import UserError, notice
-from toolkit.io.paths import is_url
 from toolkit.io.safe_parse import read_yaml
 
 CONFIG, HYPERPARAMETERS = "model_config.yaml", "hyperparameters.yaml"
@@ -16,7 +15,7 @@ CONFIG, HYPERPARAMETERS = "model_config.yaml", "hyperparameters.yaml"
 
 def find_checkpoint_dir(value: str | Path, option: str = "checkpoint_dir") -> Path:
     """Resolve an option's ``value`` to a model folder: a path, a name below ``checkpoints/``, or a URL (downloaded)."""
-    path = local_copy(str(value), option) if is_url(value) else Path(value).expanduser()
+    path = local_folder(value, option).expanduser()
     folder = path if path.is_dir() else Path("checkpoints") / value
     if path.is_file():
         raise UserError(f"{option} {value}: is a file; give the folder that holds it")

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from toolkit.checkpoints.store import WEIGHTS
-from toolkit.io.paths import is_url
 
 
 def setup(checkpoint_dir: str, out_dir: str, verify_checkpoint: bool = True) -> None:
@@ -17,12 +16,11 @@ def setup(checkpoint_dir: str, out_dir: str, verify_checkpoint: bool = True) -> 
         verify_checkpoint: Verify checksums before loading; false accepts edited files.
     """
     from toolkit.checkpoints.folder import find_checkpoint_dir, require_intact_model
-    from toolkit.checkpoints.remote.download import local_copy
+    from toolkit.checkpoints.remote.access import local_folder
     from toolkit.checkpoints.run.consolidate import consolidate
     from toolkit.checkpoints.run.sharded import is_sharded
 
-    if is_url(checkpoint_dir):
-        checkpoint_dir = str(local_copy(checkpoint_dir, "checkpoint_dir", with_trainer=True))
+    checkpoint_dir = str(local_folder(checkpoint_dir, "checkpoint_dir", with_trainer=True))
     folder = Path(checkpoint_dir)  # find_checkpoint_dir rejects user-defined modules: they have no model_config.yaml
     source = folder if is_sharded(folder / WEIGHTS) else find_checkpoint_dir(checkpoint_dir)
     if verify_checkpoint:

@@ -1,5 +1,6 @@
 """Validate path options, remote storage URLs, and symbolic links that point outside their folder."""
 
+import hashlib
 import os
 import re
 from pathlib import Path
@@ -76,6 +77,13 @@ def mask_url(url: str) -> str:
 def user_cache() -> Path:
     """Return ``$XDG_CACHE_HOME/toolkit``, with ``~/.cache`` as the default."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "toolkit"
+
+
+def cache_folder(url: str, kind: str) -> Path:
+    """Return the cache folder for a URL. Its name starts with the URL's last component."""
+    url = url.rstrip("/")
+    digest = hashlib.sha256(url.encode()).hexdigest()[:12]
+    return user_cache() / kind / f"{url.rpartition('/')[2]}-{digest}"
 
 
 def require_inside(file: Path, folder: Path) -> None:

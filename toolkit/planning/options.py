@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 from toolkit.checkpoints.find import CONFIG, read_settings
-from toolkit.checkpoints.remote.run import check_out_dir
+from toolkit.checkpoints.remote.access import check_out_dir, require_storage
 from toolkit.checkpoints.run.resume import resolve_resume
 from toolkit.config import AUTO, ProfilerArgs
 from toolkit.config.classes import has_short_name
@@ -18,7 +18,6 @@ from toolkit.distributed.world import detect_world
 from toolkit.errors import UserError, did_you_mean, require_bitsandbytes, require_option, require_package
 from toolkit.extension import add_cwd_to_path, registered
 from toolkit.io.paths import is_url
-from toolkit.io.storage import Storage
 from toolkit.metrics import parse_metrics
 from toolkit.metrics.best import check_best_by
 from toolkit.metrics.process import check_metrics
@@ -87,7 +86,7 @@ def check_start(args: RunArgs, *, writes: bool = True, has_callbacks: bool = Fal
     quantize = "" if args.quantize is None else f" --quantize {args.quantize}"
     check_files(data, f"toolkit {args.command} {args.initial_checkpoint_dir}{quantize}")
     if writes and isinstance(args.resume, str) and is_url(args.resume):
-        Storage(args.resume, "--resume")  # checks that the file system's package is installed
+        require_storage(args.resume, "--resume")
     elif writes and not is_url(args.out_dir):
         resolve_resume(args.resume, Path(args.out_dir))
     model = {} if args.base_dir is None else read_settings(args.base_dir, CONFIG)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.checkpoints.find import find_checkpoint_dir
-from toolkit.checkpoints.remote.run import run_folder
+from toolkit.checkpoints.remote.access import run_folder
 from toolkit.config import (
     AUTO,
     FINETUNE,

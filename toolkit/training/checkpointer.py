@@ -23,11 +23,10 @@ from torch.profiler import record_function
 from toolkit.checkpoints.adapters import write_adapter_files
 from toolkit.checkpoints.finite import nonfinite_state
 from toolkit.checkpoints.folder import write_model_files
-from toolkit.checkpoints.remote.uploader import PARTS
 from toolkit.checkpoints.run.host_copy import HostCopies
 from toolkit.checkpoints.run.optimizer_state import load_optimizer
 from toolkit.checkpoints.run.state_dicts import adapter_state, full_state, full_weights, sharded_state
-from toolkit.checkpoints.store import WEIGHTS
+from toolkit.checkpoints.store import PARTS, WEIGHTS
 from toolkit.checkpoints.weights import Tensors, load_state, save_state
 from toolkit.data.base import State, data_modules
 from toolkit.distributed import ranks

@@ -5,12 +5,12 @@ import time
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.fabric import Fabric
 
 from toolkit.checkpoints.lock import require_unlocked
-from toolkit.checkpoints.remote.run import RemoteRun
+from toolkit.checkpoints.remote.access import open_remote_run
 from toolkit.checkpoints.run.resume import resolve_resume
 from toolkit.checkpoints.store import FINAL, newest
 from toolkit.data.base import PreparedData
@@ -25,7 +25,6 @@ from toolkit.distributed.launch import Timeouts, launch_processes
 from toolkit.distributed.launchers import is_launched
 from toolkit.distributed.world import WorldInfo, detect_world
 from toolkit.errors import count_of, notice
-from toolkit.io.paths import is_url
 from toolkit.io.processes import count_cores
 from toolkit.metrics.best import BestMetric
 from toolkit.models.block import Block
@@ -38,6 +37,9 @@ from toolkit.training.hyperparameters import keep_old_ends
 from toolkit.training.start_state import StartState, keep_fused_qkv, prepare_start_state, read_progress
 from toolkit.training.verify import fetch_on_other_nodes, find_intact
 from toolkit.ui.console import make_progress
+
+if TYPE_CHECKING:
+    from toolkit.checkpoints.remote.run import RemoteRun
 
 
 @dataclass(eq=False)
@@ -54,7 +56,7 @@ class Launch:
     config: ResolvedConfig
     world: WorldInfo
     launched_at: float
-    remote: RemoteRun | None
+    remote: "RemoteRun | None"
     display: Any
     fabric: Fabric
     data: PreparedData
@@ -102,7 +104,7 @@ def launch_run(config: ResolvedConfig, world: WorldInfo, stack: ExitStack, is_sh
     json_file = sys.stdout if args.log.format == "json" else None
     if json_file is not None:
         stack.enter_context(redirect_stdout(sys.stderr))  # of everything that is not JSON
-    remote = RemoteRun(args.out_dir, out_dir) if is_url(args.out_dir) else None
+    remote = open_remote_run(args.out_dir, out_dir)
     strategy, precision, accelerator = config.strategy, config.precision, args.accelerator
     if is_alone(config):
         strategy, precision, accelerator = replace(strategy, kind="single"), "32-true", "cpu"

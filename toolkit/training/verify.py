@@ -2,7 +2,7 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from toolkit.checkpoints.manifest import (
     EDITABLE,
@@ -13,8 +13,7 @@ from toolkit.checkpoints.manifest import (
     missing_manifest_note,
     read_manifest,
 )
-from toolkit.checkpoints.remote.download import local_copy
-from toolkit.checkpoints.remote.run import RemoteRun
+from toolkit.checkpoints.remote.access import local_folder
 from toolkit.checkpoints.store import newest_first
 from toolkit.data.base import Report
 from toolkit.distributed import ranks
@@ -24,6 +23,9 @@ from toolkit.io.paths import is_url
 from toolkit.planning.run_args import RunArgs
 from toolkit.training.checkpoint_meta import read_meta
 from toolkit.training.rank_consistency import require_same_manifest
+
+if TYPE_CHECKING:
+    from toolkit.checkpoints.remote.run import RemoteRun
 
 
 def require_intact_on_all_ranks(folder: Path, is_node_leader: bool, report: Report, model_only: bool = False) -> None:
@@ -53,7 +55,7 @@ def require_intact_on_all_ranks(folder: Path, is_node_leader: bool, report: Repo
 
 
 def fetch_on_other_nodes(
-    remote: RemoteRun | None, resume: bool | str, resume_from: Path | None, world: WorldInfo
+    remote: "RemoteRun | None", resume: bool | str, resume_from: Path | None, world: WorldInfo
 ) -> None:
     """Download the checkpoint to resume on the first rank of each other node. Collective.
 
@@ -71,7 +73,7 @@ def fetch_on_other_nodes(
         if manifest is not None and remote is not None:
             remote.fetch(name, manifest, ranks.rank_print)
         elif is_url(resume):
-            local_copy(str(resume), "--resume", with_trainer=True)
+            local_folder(str(resume), "--resume", with_trainer=True)
 
     ranks.call_on_all_ranks(fetch)
 

@@ -4,7 +4,6 @@ Files are read in the chunks of the manifest's checksums. Chunks of an interrupt
 ``.download-NAME``. Functions raise ``StorageError`` if a request fails.
 """
 
-import hashlib
 import os
 import shutil
 import zlib
@@ -26,7 +25,7 @@ from toolkit.checkpoints.remote.checkpoints import newest_first
 from toolkit.errors import UserError, notice
 from toolkit.io.checksums import CHUNK, Checksums
 from toolkit.io.locks import file_lock
-from toolkit.io.paths import user_cache
+from toolkit.io.paths import cache_folder
 from toolkit.io.storage import Storage
 
 _THREADS = 4  # each holds one chunk in memory
@@ -39,7 +38,7 @@ def local_copy(url: str, flag: str, with_trainer: bool = False) -> Path:
     Error messages name the option ``flag``. ``with_trainer`` also downloads the trainer state, which resuming needs.
     """
     storage = Storage(url, flag)
-    target = local_name(url, "checkpoints" if with_trainer else "models")
+    target = cache_folder(url, "checkpoints" if with_trainer else "models")
     try:
         with storage.one_line_errors():
             folder = "" if storage.exists(COMPLETE) else find_folder(storage)
@@ -59,13 +58,6 @@ def find_folder(storage: Storage) -> str:
         return newest.folder
     what = f"has no file {COMPLETE}, so it cannot be verified; copy it to a local folder and give that folder"
     raise storage.error(what if storage.entries() else "no such checkpoint or run; check the URL")
-
-
-def local_name(url: str, kind: str) -> Path:
-    """Return the cache folder for a URL. Its name starts with the URL's last component."""
-    url = url.rstrip("/")
-    digest = hashlib.sha256(url.encode()).hexdigest()[:12]
-    return user_cache() / kind / f"{url.rpartition('/')[2]}-{digest}"
 
 
 def has_same_manifest(storage: Storage, folder: str, local: Path) -> bool:

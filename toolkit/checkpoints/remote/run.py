@@ -12,7 +12,7 @@ from pathlib import Path
 from toolkit.checkpoints.manifest import COMPLETE, DamagedCheckpointError, manifest_bytes, read_manifest
 from toolkit.checkpoints.remote import checkpoints
 from toolkit.checkpoints.remote.checkpoints import METRICS, RemoteCheckpoint
-from toolkit.checkpoints.remote.download import download, has_same_manifest, local_name
+from toolkit.checkpoints.remote.download import download, has_same_manifest
 from toolkit.checkpoints.remote.lease import Lease
 from toolkit.checkpoints.remote.uploader import Uploader
 from toolkit.checkpoints.store import BEST, FINAL, checkpoint_folders, newest_first, step_of
@@ -20,23 +20,7 @@ from toolkit.data.base import Report
 from toolkit.errors import UserError
 from toolkit.io.atomic import write_atomic
 from toolkit.io.checksums import find_damage
-from toolkit.io.paths import is_url
 from toolkit.io.storage import Storage
-
-
-def check_out_dir(out_dir: str, staging_dir: str | None) -> None:
-    """Raise UserError if the storage's package is not installed or --staging_dir has no effect."""
-    if is_url(out_dir):
-        Storage(out_dir, "--out_dir")
-    elif staging_dir is not None:
-        raise UserError(f"--staging_dir {staging_dir}: has no effect with the local --out_dir {out_dir}; remove it")
-
-
-def run_folder(out_dir: str, staging_dir: str | None) -> Path:
-    """Return the local folder of a run: ``out_dir``, or its staging folder if ``out_dir`` is on remote storage."""
-    if not is_url(out_dir):
-        return Path(out_dir)
-    return Path(staging_dir) if staging_dir else local_name(out_dir, "runs")
 
 
 class RemoteRun:

@@ -14,12 +14,11 @@ from toolkit.checkpoints.manifest import manifest_bytes
 from toolkit.checkpoints.remote import checkpoints
 from toolkit.checkpoints.remote.checkpoints import METRICS
 from toolkit.checkpoints.remote.lease import Lease
-from toolkit.checkpoints.store import FINAL, checkpoint_folders, file_names
+from toolkit.checkpoints.store import FINAL, PARTS, checkpoint_folders, file_names
 from toolkit.errors import one_line
 from toolkit.io.storage import Storage, StorageError
 
 LINKS = ".uploads"
-PARTS = ".parts"  # subfolder for parts of checkpoints
 _POLL_S = 1.0  # seconds between looks for what other machines have uploaded
 _MAX_LIVE_LOG_BYTES = 64 * 1024 * 1024  # bytes; larger log files (except metrics.csv) are uploaded only at the end
 

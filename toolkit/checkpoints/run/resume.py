@@ -4,10 +4,9 @@ import os
 from pathlib import Path
 
 from toolkit.checkpoints.manifest import COMPLETE
-from toolkit.checkpoints.remote.download import local_copy
+from toolkit.checkpoints.remote.access import local_folder
 from toolkit.checkpoints.store import WEIGHTS, checkpoint_folders, complete_checkpoints, is_complete, newest, step_of
 from toolkit.errors import UserError
-from toolkit.io.paths import is_url
 
 
 def resolve_resume(resume: bool | str, out_dir: Path) -> Path | None:
@@ -36,7 +35,7 @@ def resolve_resume(resume: bool | str, out_dir: Path) -> Path | None:
                 "overwritten; give another --out_dir"
             )
         return checkpoint
-    path = local_copy(resume, "--resume", with_trainer=True) if is_url(resume) else Path(resume)
+    path = local_folder(resume, "--resume", with_trainer=True)
     checkpoint = _named_checkpoint(path)
     if out_dir.resolve() not in checkpoint.resolve().parents:
         _require_unused(out_dir, f"--resume {resume} belongs to another run; give another --out_dir")

@@ -1,13 +1,17 @@
 """Log the share of each source of a :class:`toolkit.data.Mixture`."""
 
-from toolkit.data.interleave import MixtureOrder
+from typing import TYPE_CHECKING
+
 from toolkit.training.run import Callback, Metrics, Run
+
+if TYPE_CHECKING:
+    from toolkit.data.interleave import MixtureOrder
 
 
 class MixtureShares(Callback):
     """Adds each source's share of the tokens so far to the metrics; reports shares and epochs at the end."""
 
-    def __init__(self, order: MixtureOrder) -> None:
+    def __init__(self, order: "MixtureOrder") -> None:
         self.order = order
         self.columns = tuple(f"share_{name}" for name in order.weights)
 

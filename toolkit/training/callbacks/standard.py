@@ -2,15 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 from toolkit.checkpoints.lock import exclusive_lock
-from toolkit.checkpoints.remote.run import RemoteRun
-from toolkit.checkpoints.remote.uploader import Uploader
 from toolkit.checkpoints.run.resume import resolve_resume
 from toolkit.checkpoints.store import rename_damaged
 from toolkit.config import AUTO
 from toolkit.data.base import row_count
-from toolkit.data.interleave import MixtureOrder
 from toolkit.data.order import SampleOrder
 from toolkit.distributed import ranks
 from toolkit.distributed.device import peak_flops
@@ -29,7 +27,6 @@ from toolkit.training.callbacks.metrics import (
     ThroughputMonitor,
 )
 from toolkit.training.callbacks.mixture import MixtureShares
-from toolkit.training.callbacks.profile import Profile
 from toolkit.training.callbacks.registered import make_callbacks
 from toolkit.training.callbacks.replicas import ReplicaCheck
 from toolkit.training.callbacks.samples import Sampler
@@ -41,6 +38,10 @@ from toolkit.training.run import Callback
 from toolkit.training.throughput import Throughput
 from toolkit.ui.loggers import MetricsCSV, make_loggers, rows_crc
 from toolkit.ui.progress import metric_names
+
+if TYPE_CHECKING:
+    from toolkit.checkpoints.remote.run import RemoteRun
+    from toolkit.checkpoints.remote.uploader import Uploader
 
 
 def build_callbacks(
@@ -69,11 +70,13 @@ def build_callbacks(
         *added["before"],
     ]
     if args.profile:
+        from toolkit.training.callbacks.profile import Profile  # large, and few runs use it
+
         callbacks.append(Profile(args.profiler))
     if args.train.skip_spikes is not None:
         callbacks.append(SkipSpikes(args.train.skip_spikes))
-    if isinstance(order, MixtureOrder):
-        callbacks.append(MixtureShares(order))
+    if args.data.sources_by_name:
+        callbacks.append(MixtureShares(order))  # type: ignore[arg-type]  # the order of a mixture
     callbacks += [*user_callbacks, *added["metrics"]]
     columns = [name for callback in callbacks for name in callback.columns]
     directions = {
@@ -149,13 +152,13 @@ def start_loggers(launch: Launch, csv: MetricsCSV | None) -> Callback:
     return ExternalLoggers(loggers)
 
 
-def start_uploads(remote: RemoteRun, launch: Launch, stack: ExitStack, leaders: Sequence[int] = ()) -> Upload:
+def start_uploads(remote: "RemoteRun", launch: Launch, stack: ExitStack, leaders: Sequence[int] = ()) -> Upload:
     """Start to upload to the run's remote folder. Rank 0 must hold the lock on the staging folder.
 
     ``leaders`` are the ranks that upload the part of a checkpoint on their disk.
     """
 
-    def start() -> Uploader | None:
+    def start() -> "Uploader | None":
         if ranks.global_rank() == 0:
             uploader = remote.start_uploads(launch.args.train.keep_last, launch.display.message)
         elif ranks.global_rank() in leaders:

@@ -2,15 +2,17 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from toolkit.checkpoints.remote.uploader import PARTS, Uploader
-from toolkit.checkpoints.store import BEST, FINAL, prune
+from toolkit.checkpoints.store import BEST, FINAL, PARTS, prune
 from toolkit.distributed import ranks
 from toolkit.errors import GuardError
 from toolkit.io.atomic import file_error
 from toolkit.planning.run_args import RunArgs
 from toolkit.training.run import Callback, Metrics, Run
+
+if TYPE_CHECKING:
+    from toolkit.checkpoints.remote.uploader import Uploader
 
 MAX_PENDING_UPLOADS = 2  # checkpoints waiting for upload
 SECONDS_AFTER_FAILURE = 20.0  # less than the timeout of the other ranks
@@ -24,7 +26,7 @@ class Upload(Callback):
     None except on rank 0 and, in this case, the first rank of each other machine.
     """
 
-    def __init__(self, uploader: Uploader | None, args: RunArgs, display: Any) -> None:
+    def __init__(self, uploader: "Uploader | None", args: RunArgs, display: Any) -> None:
         self.uploader, self.args, self.display = uploader, args, display
         self._lease = None if uploader is None else uploader.lease  # on rank 0
         self._has_parts = False
