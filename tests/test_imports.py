@@ -353,7 +353,7 @@ UNBOUNDED = {  # reads without a limit, with the reason
         "data/streamed/tokenize_worker.py sys.stdin.buffer",
     },
     "what the user names or types": {
-        "checkpoints/gguf/export_gguf.py path", "cli/parser.py Path(path)", "commands/chat.py sys.stdin",
+        "toolkit_interop/gguf/export_gguf.py path", "cli/parser.py Path(path)", "commands/chat.py sys.stdin",
         "commands/generate.py sys.stdin", "data/chat/template.py file", "data/sft/readers.py path",
         "inference/batch.py sys.stdin", "inference/batch.py Path(path)",
     },
@@ -397,7 +397,7 @@ def test_unbounded_reads_and_followed_links_are_detected():
 
 WRITTEN = {  # texts that are written to a file or a stream without toolkit.escape, with the reason
     "bytes or numbers": {
-        "checkpoints/gguf/export_gguf.py content", "data/text/prepare.py digest.hexdigest().encode()",
+        "toolkit_interop/gguf/export_gguf.py content", "data/text/prepare.py digest.hexdigest().encode()",
         "toolkit_report/plot.py _draw(title, **lines)", "checkpoints/remote/run.py content",
         "data/streamed/open_chunks.py content", "training/callbacks/profile.py table",
     },

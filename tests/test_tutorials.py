@@ -155,7 +155,7 @@ def test_every_finetuning_and_conversion_command_parses(tmp_path, monkeypatch):
     }
     for name, *options in lines:
         if "gpt2_train_cfg.yaml" in options:
-            continue  # minGPT's: tests/config/test_other_formats.py
+            continue  # minGPT's: extensions/foreign/tests/test_other_formats.py
         assert parse(name, options) is not None
 
 

@@ -17,7 +17,14 @@ from typing import Any, NamedTuple
 
 from toolkit.errors import UserError, notice, one_line
 
-BUILT_IN = ("toolkit_doctor", "toolkit_launch", "toolkit_serve", "toolkit_report")
+BUILT_IN = (
+    "toolkit_doctor",
+    "toolkit_launch",
+    "toolkit_serve",
+    "toolkit_report",
+    "toolkit_foreign",
+    "toolkit_interop",
+)
 """The modules of the built-in extensions, which are installed with toolkit: extensions/NAME/toolkit_NAME.
 
 Modules, not entry points: a distribution has one extension, and an installation may be older than the sources.
@@ -25,7 +32,7 @@ Modules, not entry points: a distribution has one extension, and an installation
 GROUP = "toolkit.extensions"
 KINDS = (
     "families", "data", "compilers", "strategies", "loggers", "callbacks", "optimizers", "objectives",
-    "option_groups", "metrics", "run_callbacks",
+    "option_groups", "metrics", "run_callbacks", "importers", "dialects",
 )  # fmt: skip
 """The fields of :class:`Extension` that hold names."""
 Names = Mapping[str, str]
@@ -95,6 +102,9 @@ class Extension:
         metrics: Functions of generated answers, see :mod:`toolkit.metrics`, for ``--eval.metric``.
         run_callbacks: Functions ``make(launch, stack)`` that add callbacks to every run, by their place in
             :data:`PLACES`, see :func:`toolkit.training.callbacks.registered.make_callbacks`.
+        importers: Objects of :class:`toolkit.checkpoints.importers.Importer`, which read other tools' checkpoints.
+        dialects: Objects of :class:`toolkit.config.dialects.Dialect`: other tools' YAML files and names, for
+            ``--config`` and :class:`toolkit.Trainer`.
         commands: Subcommands, by name, if the extension is installed.
         check: Path of a function that gets the :class:`toolkit.planning.run_args.RunArgs` of every run and raises a
             UserError if options of the extension have no effect or are incompatible.
@@ -111,6 +121,8 @@ class Extension:
     option_groups: Names = field(default_factory=dict)
     metrics: Names = field(default_factory=dict)
     run_callbacks: Names = field(default_factory=dict)
+    importers: Names = field(default_factory=dict)
+    dialects: Names = field(default_factory=dict)
     commands: Mapping[str, Command] = field(default_factory=dict)
     check: str | None = None
 

@@ -150,7 +150,7 @@ def test_page_names_only_existing_options(page, count, capsys, monkeypatch):
     for command in commands:
         words = shlex.split(command)
         assert words[0] in COMMANDS
-        if "gpt2_train_cfg.yaml" not in words:  # minGPT's, see tests/config/test_other_formats.py
+        if "gpt2_train_cfg.yaml" not in words:  # minGPT's, see extensions/foreign/tests/test_other_formats.py
             assert main([*words, "--print_config"]) == 0, command
     for link in re.findall(r"\]\((?!http)([^)#]+)(?:#[^)]*)?\)", text):
         assert (ROOT / page).parent.joinpath(link).exists(), link

@@ -18,7 +18,6 @@ from toolkit import extension
 from toolkit.checkpoints.folder import read_model_config
 from toolkit.cli import main
 from toolkit.cli.parser import parse
-from toolkit.commands import COMMANDS, finetune_full, finetune_lora, pretrain
 from toolkit.data import RedPajama
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed.world import detect_world
@@ -59,7 +58,6 @@ toolkit finetune_lora meta-llama/Llama-2-7b-hf {LORA} 512 --lora_r 8 {ALPACA}
 {LLAMA_70B} {LORA} 256 --lora_r 8 {ALPACA}
 toolkit finetune_lora meta-llama/Llama-3.1-405B {LORA} 256 --lora_r 16 {ALPACA}
 """.strip().splitlines()
-SETUPS = {"pretrain": pretrain.setup, "finetune_full": finetune_full.setup, "finetune_lora": finetune_lora.setup}
 NODE = {"srun": {"SLURM_NTASKS": "4", "SLURM_NNODES": "4", "SLURM_PROCID": "0", "SLURM_NODEID": "0",
                  "SLURM_LOCALID": "0", "SLURM_JOB_NODELIST": "n[1-4]"},
         "torchrun": {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "32", "LOCAL_WORLD_SIZE": "8", "LOCAL_RANK": "0",
@@ -107,7 +105,7 @@ def test_each_line_resolves_as_it_is_written(folder, monkeypatch):
             if "--resume" in words:
                 (folder / "checkpoints/tinyllama-pretrain/step-00000001").mkdir(parents=True)
                 (folder / "checkpoints/tinyllama-pretrain/step-00000001/COMPLETE").touch()
-            args = run_args(**parse(command, SETUPS[command], COMMANDS[command][1], rest))
+            args = run_args(**parse(command, rest))
             check_start(args)
             world = detect_world(args.devices, args.num_nodes, 8)
             config = resolve_auto(args, DeviceSpec("cuda", world.devices, world.num_nodes, has_bf16=True))

@@ -6,16 +6,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from toolkit_interop.export_litgpt import export_litgpt
+from toolkit_interop.peft.export_peft import export_peft
+from toolkit_interop.peft.import_peft import check_base, import_peft
+
 from tests.faults.states import shared, undisturbed
 from toolkit.checkpoints.adapters import read_adapter_info
-from toolkit.checkpoints.export_litgpt import export_litgpt
 from toolkit.checkpoints.folder import find_model, read_model_config
 from toolkit.checkpoints.hf.files import close
 from toolkit.checkpoints.hf.import_hf import convert_sentencepiece, read_hf_config
 from toolkit.checkpoints.hf.reader import find_weights
 from toolkit.checkpoints.hf.sums import find_changed, write_sums
-from toolkit.checkpoints.peft.export_peft import export_peft
-from toolkit.checkpoints.peft.import_peft import check_base, import_peft
 from toolkit.checkpoints.run.host_copy import named_tensors
 from toolkit.checkpoints.weights import load_state
 from toolkit.data.chat.template import ChatTemplate

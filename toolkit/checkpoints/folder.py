@@ -1,4 +1,4 @@
-"""Find, load and write model folders (``checkpoint_dir``), in toolkit's or LitGPT's format."""
+"""Find, load and write model folders (``checkpoint_dir``), in toolkit's format or one that an extension reads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from toolkit.checkpoints.adapters import (
 from toolkit.checkpoints.find import CONFIG as CONFIG
 from toolkit.checkpoints.find import HYPERPARAMETERS as HYPERPARAMETERS
 from toolkit.checkpoints.find import find_checkpoint_dir as find_checkpoint_dir
-from toolkit.checkpoints.litgpt import config_from_litgpt, to_native_layout
+from toolkit.checkpoints.importers import convert_weights, import_config
 from toolkit.checkpoints.manifest import EDITABLE, TRAINER_STATE, require_intact
 from toolkit.checkpoints.store import WEIGHTS
 from toolkit.checkpoints.weights import Tensors, load_weights, require_compatible, save_weights
@@ -37,7 +37,7 @@ _HEAD = "lm_head.weight"
 
 
 def read_model_config(folder: Path) -> ModelConfig:
-    """Read the architecture from a folder's ``model_config.yaml``, in toolkit's or LitGPT's format."""
+    """Read the architecture from a folder's ``model_config.yaml``, in toolkit's or another tool's format."""
     path = folder / CONFIG
     try:
         values = read_yaml(path)
@@ -46,7 +46,7 @@ def read_model_config(folder: Path) -> ModelConfig:
         extension = values.pop("extension", None)
         if extension is not None and values.get("family") not in families():
             raise UserError(f"family {values.get('family')}: {missing_message(str(extension))}")
-        config = ModelConfig.from_dict(values) if "family" in values else config_from_litgpt(values)
+        config = ModelConfig.from_dict(values) if "family" in values else import_config(values)
         if config.padded_vocab_size is None:
             raise ValueError("vocab_size is missing")
         return config
@@ -147,12 +147,13 @@ def load_compatible_weights(folder: Path, model: GPT, has_new_head: bool = False
         raise UserError(f"{folder}: holds adapters and no merged weights; run toolkit merge_lora on it first")
     expected = {name: tensor for name, tensor in model.state_dict().items() if not is_adapter(name)}
     weights = load_weights(folder)
-    to_native_layout(weights, model.config)
     if model.config.head is not None:
         if has_new_head:
             del expected[SCORE]
         unused = {name for name in weights if name.startswith("lm_head.")} | ({SCORE} - expected.keys())
         weights = {name: tensor for name, tensor in weights.items() if name not in unused}
+    if weights.keys() - expected.keys():
+        convert_weights(weights, model.config)
     _tie_or_untie(weights, model.config, folder)
     require_compatible(weights, expected, folder / WEIGHTS, CONFIG)
     return {name: weights[name] for name in expected}

@@ -98,7 +98,7 @@ def run(name: str, argv: list[str]) -> int:
     except KeyboardInterrupt:
         return _end(program, "interrupted", INTERRUPTED)
     except CommandError as error:
-        from toolkit.config.other_formats import add_origin  # imports what a command line without errors may not need
+        from toolkit.config.dialects import add_origin  # imports what a command line without errors may not need
 
         missing = "" if is_parsed else missing_built_in()  # an unknown name may be theirs
         return _end(program, "; ".join(filter(None, [add_origin(str(error)), missing])), error.exit_code)

@@ -13,8 +13,7 @@ from toolkit.config import AUTO
 from toolkit.config.checks import note
 from toolkit.config.classes import class_path
 from toolkit.config.command import COMMON_OPTIONS, CommandOptions, flat_parameters
-from toolkit.config.other_formats import SET_BY, split, translate
-from toolkit.config.other_formats.rules import ForeignConfig
+from toolkit.config.dialects import ForeignFile, dialects, set_by, translate
 from toolkit.config.values import OptionValue
 from toolkit.distributed import rendezvous
 from toolkit.distributed.world import count_processes
@@ -33,7 +32,7 @@ def parse(name: str, argv: list[str], subcommand: Command | None = None) -> dict
 
     ``argv`` are the words after the subcommand's ``name``.
     """
-    SET_BY.clear()
+    set_by.clear()
     subcommand = subcommand or COMMANDS.get(name) or all_commands()[name]
     functions, positionals = (subcommand.load(),), subcommand.positionals
     training: list[str] = []
@@ -143,9 +142,12 @@ def flatten_files(
 
     ``files`` are pairs of path and content; ``flags`` override them.
     """
-    is_training = "train" in command.groups
-    parts = [(path, *split(values)) if is_training else (path, {}, values) for path, values in files]
-    layers = [command.flatten(values, path) for path, _, values in parts]
+    readers = [*dialects()] if files and "train" in command.groups else []
+    foreign = [[(dialect, groups) for dialect in readers if (groups := dialect.groups(values))] for _, values in files]
+    layers = []
+    for (path, values), parts in zip(files, foreign, strict=True):
+        names = {name for _, groups in parts for name in groups}
+        layers.append(command.flatten({name: value for name, value in values.items() if name not in names}, path))
     merged = {key: value for layer in (*layers, flags) for key, value in layer.items()}
 
     def world_size() -> int:
@@ -156,8 +158,9 @@ def flatten_files(
         return count_processes(devices, num_nodes, texts[2])
 
     later = flags
-    for i, (path, groups, _) in reversed([*enumerate(parts)]):
-        layers[i] |= translate(ForeignConfig(path or "", groups, layers[i], later, world_size))
+    for i, (path, _) in reversed([*enumerate(files)]):
+        for dialect, groups in foreign[i]:
+            layers[i] |= translate(dialect, ForeignFile(path or "", groups, layers[i], later, world_size))
         later = layers[i] | later
     yield from layers
 

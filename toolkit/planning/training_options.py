@@ -205,11 +205,9 @@ def read_lora(options: FinetuneLoRAOptions) -> LoRAConfig:
         if flags[name] != default:
             raise UserError(f"--{name} {flags[name]} has no effect with --from_peft {peft_dir}; remove one of them")
     from toolkit.checkpoints.folder import read_model_config  # these import torch
-    from toolkit.checkpoints.peft.import_peft import check_base, import_peft
+    from toolkit.checkpoints.importers import import_adapters
 
     base = find_checkpoint_dir(options.checkpoint_dir)
     if options.shared.verify_checkpoint:
         note(*require_intact(Path(peft_dir), f"--from_peft {peft_dir}"))
-    lora, *_ = import_peft(Path(peft_dir), read_model_config(base))
-    check_base(peft_dir, base)
-    return lora
+    return import_adapters(Path(peft_dir), base, read_model_config(base)).lora

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from toolkit.checkpoints.adapters import load_adapters
-from toolkit.checkpoints.peft.import_peft import check_base, import_peft
+from toolkit.checkpoints.importers import import_adapters
 from toolkit.checkpoints.weights import Tensors
 from toolkit.distributed import ranks
 from toolkit.distributed.device import choose_attention_kernels
@@ -102,11 +102,10 @@ def initial_adapters(launch: Launch) -> Tensors | None:
     if args.from_peft is None:
         return None
     assert args.base_dir is not None and spec.config is not None
-    unverified = check_base(args.from_peft, args.base_dir)
-    _, adapters, note = import_peft(Path(args.from_peft), spec.config)
-    for line in filter(None, (unverified, note)):
+    adapters = import_adapters(Path(args.from_peft), args.base_dir, spec.config)
+    for line in adapters.notes:
         launch.display.message(line)
-    return adapters
+    return adapters.tensors
 
 
 def build_checkpointer(launch: Launch, model: FabricModule) -> Checkpointer:

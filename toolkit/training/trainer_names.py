@@ -1,8 +1,6 @@
-"""Convert arguments of ``toolkit.Trainer``, also by OpenLanguageModel's names, to :func:`toolkit.train`'s."""
+"""Convert arguments of ``toolkit.Trainer``, also by other trainers' names, to :func:`toolkit.train`'s."""
 
 import inspect
-import re
-from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -11,6 +9,7 @@ from torch.utils import data as torch_data
 
 from toolkit.config import AUTO, PRETRAIN, DDPArgs, FSDPArgs, TrainArgs, none_if_auto
 from toolkit.config.command import CommandOptions, as_mapping
+from toolkit.config.dialects import dialects
 from toolkit.config.other_tools import suggest_option
 from toolkit.data.base import DataModule
 from toolkit.distributed import script
@@ -36,36 +35,11 @@ PYTHON_OBJECTS = (
 )  # fmt: skip
 """Arguments of :func:`toolkit.train` that are not options of the command."""
 _GROUPS: dict[str, Any] = {"train": TrainArgs, "ddp": DDPArgs, "fsdp": FSDPArgs}
-_RENAMED = {
+_OPTIONS = {
     **{field.name: f"{name}.{field.name}" for name, group in _GROUPS.items() for field in fields(group)},
     "batch_size": "train.micro_batch_size",
-    "context_length": "train.max_seq_length",
-    "warmup_steps": "train.lr_warmup_steps",
-    "weight_decay": "optimizer.weight_decay",
 }
-"""Argument names of other trainers that have the same values as the option."""
-_PRECISIONS = {"bf16": "bf16-mixed", "fp16": "16-mixed"}
-_PREFETCH = {"BACKWARD_PRE": "pre", "BACKWARD_POST": "none", None: "none"}
-
-
-def _accelerator(device: Any) -> str | None:
-    """Convert "auto", a device type, or "cuda:N" to an accelerator. N must be the local rank."""
-    kind, _, index = re.sub(":auto$", "", str(device)).partition(":")
-    if index and index != str(rank := script.get_local_rank()):
-        raise UserError(f"device {device}: each process uses the device of its local rank ({rank}); use {kind}")
-    return None if device is None else kind
-
-
-_CONVERTED: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "device": ("accelerator", _accelerator),
-    "grad_clip_norm": ("train.max_norm", lambda norm: norm or 0),
-    "use_amp": ("precision", lambda is_on: "auto" if is_on else "32-true"),  # auto: bf16-mixed on CUDA
-    "mixed_precision_policy": ("precision", lambda policy: _PRECISIONS.get(policy, policy) or None),
-    "auto_wrap_policy": ("fsdp.auto_wrap", lambda v: {"transformer": "block"}.get(v, v) or FSDPArgs.auto_wrap),
-    "transformer_layer_cls": ("block_classes", lambda cls: [cls]),
-    "backward_prefetch": ("fsdp.backward_prefetch", lambda value: _PREFETCH.get(value, value)),
-}
-"""Argument names of other trainers whose values need conversion: (option, conversion). None: the option's default."""
+"""Options that are arguments by their last name."""
 
 
 def trainer_options(positional: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
@@ -96,16 +70,16 @@ def translate(arguments: dict[str, Any]) -> dict[str, Any]:
     command = CommandOptions(PretrainOptions)
     names = (*command.parameters, *PYTHON_OBJECTS, "callbacks", "data", "extensions")
     options = {name: value for name, value in arguments.items() if name in names}
+    foreign = {name: convert for dialect in dialects() for name, convert in dialect.arguments.items()}
     for name, value in arguments.items():
-        if name in _CONVERTED:
-            option, convert = _CONVERTED[name]
-            if (converted := convert(value)) is not None:
+        if name in foreign:
+            for option, converted in foreign[name](value).items():
                 _set(options, option, converted, name)
-        elif name in _RENAMED:
-            _set(options, _RENAMED[name], value, name)
+        elif name in _OPTIONS:
+            _set(options, _OPTIONS[name], value, name)
         elif name not in options and name != "grad_accum_steps":
             hint = suggest_option(name, command.options(), lambda option: option.rpartition(".")[2])
-            hint = hint or did_you_mean(name, [*names, *_RENAMED, *_CONVERTED, "grad_accum_steps"])
+            hint = hint or did_you_mean(name, [*names, *_OPTIONS, *foreign, "grad_accum_steps"])
             raise UserError(f"{name}: no such argument{hint or '; see toolkit.Trainer'}")
     accumulation = arguments.get("grad_accum_steps")
     is_ported = "batch_size" in arguments or isinstance(arguments["dataset"], torch_data.DataLoader)
