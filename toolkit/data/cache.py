@@ -9,7 +9,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from toolkit.data.base import Report, Values
 from toolkit.errors import DataError, UserError
-from toolkit.io.checksums import Checksum, Checksums, check_entries, checksum_files, find_damage
+from toolkit.io.checksums import Checksums, check_entries, checksum_files, find_damage
 from toolkit.io.paths import user_cache
 from toolkit.io.tempfiles import sweep, temporary_prefix
 
@@ -83,10 +83,10 @@ def staging_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def publish(temporary: Path, folder: Path, is_intact: Callable[[], bool]) -> None:
+def publish(temporary: Path, folder: Path, read: Callable[[], Any] = lambda: None) -> None:
     """Write checksums, then rename ``temporary`` to ``folder``, unless another process published first.
 
-    An existing ``folder`` is kept if ``is_intact()`` and replaced if damaged.
+    An existing ``folder`` is replaced if it is damaged, see :func:`find_prepared`.
     """
     files = sorted(str(path.relative_to(temporary)) for path in temporary.rglob("*") if path.is_file())
     (temporary / CHECKSUMS).write_text(json.dumps({"files": checksum_files(temporary, files)}), encoding="utf-8")
@@ -95,7 +95,7 @@ def publish(temporary: Path, folder: Path, is_intact: Callable[[], bool]) -> Non
     except OSError:
         if not folder.exists():
             raise
-        if is_intact():
+        if not find_prepared(folder, read)[1]:
             return  # another process published the same data first
         damaged = temporary.with_name(f"{temporary.name}-damaged")
         os.rename(folder, damaged)
@@ -127,7 +127,7 @@ def load_or_prepare(
         sweep(folder.parent)
         with staging_folder(folder) as temporary:
             make(temporary)
-            publish(temporary, folder, lambda: find_prepared(folder, read)[0] is not None)
+            publish(temporary, folder, read)
         return read(), False
     except OSError as error:
         raise UserError(f"--data.cache_dir {folder.parent}: cannot be used: {error.strerror or error}") from error
@@ -173,11 +173,6 @@ def read_checksums(folder: Path) -> Checksums:
     return check_entries(content.get("files") if isinstance(content, dict) else None)
 
 
-def require_intact(folder: Path, checksums: Mapping[str, Checksum]) -> None:
-    if damaged := find_damage(folder, checksums):
-        raise ValueError("; ".join(f"{name}: {why}" for name, why in damaged.items()))
-
-
 def verify(folder: Path) -> None:
     """Verify the checksums of ``folder``.
 
@@ -187,4 +182,5 @@ def verify(folder: Path) -> None:
     if sum(entry["size"] for entry in files.values()) > _LARGE_BYTES:
         verified_later = tuple(name.removesuffix(CRC_FILE) for name in files if name.endswith(f"/{CRC_FILE}"))
         files = {n: e for n, e in files.items() if not (n.endswith(".bin") and n.startswith(verified_later))}
-    require_intact(folder, files)
+    if damaged := find_damage(folder, files):
+        raise ValueError("; ".join(f"{name}: {why}" for name, why in damaged.items()))

@@ -8,10 +8,10 @@ import errno
 import os
 import stat
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 CHUNK = 64 * 1024 * 1024  # bytes per checksum and per thread task
 _READ_SIZE = 1024 * 1024  # bytes per read; fits into a core's cache
@@ -28,6 +28,30 @@ class Checksum(TypedDict):
 
 
 Checksums = dict[str, Checksum]  # by file name
+
+
+class Chunk(NamedTuple):
+    """A chunk of a file: its first byte, its end and its CRC-32."""
+
+    name: str
+    start: int
+    stop: int
+    crc32: str
+
+    @property
+    def mismatch(self) -> str:
+        return f"checksum mismatch (after byte {self.start:,})"
+
+
+def iterate_chunks(files: Mapping[str, Checksum]) -> Iterator[Chunk]:
+    """Yield the chunks of files. An empty file has one."""
+    for name, entry in files.items():
+        for i, crc32 in enumerate(entry["crc32"] or [crc32_of(b"")]):
+            yield Chunk(name, i * CHUNK, min(entry["size"], (i + 1) * CHUNK), crc32)
+
+
+def crc32_of(content: bytes) -> str:
+    return f"{zlib.crc32(content):08x}"
 
 
 def checksum_files(folder: Path, names: Iterable[str]) -> Checksums:
@@ -49,23 +73,22 @@ def find_damage(folder: Path, files: Mapping[str, Checksum]) -> dict[str, str]:
     Checksums read from a file must first pass :func:`check_entries`.
     """
 
-    def find_problem(name: str, index: int, crc32: str | None) -> str | None:
-        path, size, start = folder / name, files[name]["size"], index * CHUNK
+    def find_problem(chunk: Chunk) -> str | None:
+        path, size = folder / chunk.name, files[chunk.name]["size"]
         try:
             if (actual := _size(path)) != size:
                 return f"{actual:,} bytes instead of {size:,}"
-            is_same = crc32 is None or _crc32(path, start) == crc32
-            return None if is_same else f"checksum mismatch (after byte {start:,})"
+            return None if _crc32(path, chunk.start) == chunk.crc32 else chunk.mismatch
         except OSError as error:
             return "missing" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
 
-    chunks = [(name, i, crc32) for name, entry in files.items() for i, crc32 in enumerate(entry["crc32"] or [None])]
+    chunks = list(iterate_chunks(files))
     with ThreadPoolExecutor(_THREADS) as pool:
-        problems = list(pool.map(lambda chunk: find_problem(*chunk), chunks))
+        problems = list(pool.map(find_problem, chunks))
     damaged: dict[str, str] = {}
-    for (name, *_), why in zip(chunks, problems, strict=True):
+    for chunk, why in zip(chunks, problems, strict=True):
         if why is not None:
-            damaged.setdefault(name, why)
+            damaged.setdefault(chunk.name, why)
     return damaged
 
 
@@ -78,13 +101,18 @@ def check_entries(files: Any) -> Checksums:
     if not isinstance(files, dict):
         raise ValueError("files must be a mapping of names to checksums")
     for name, entry in files.items():
-        path = PurePosixPath(name)
-        if not name.isprintable() or not name or path.is_absolute() or ".." in path.parts:
+        if not (name.isprintable() and name and is_inside(name)):
             raise ValueError(f"{name!r:.100} is not a path inside the folder")
         size, values = (entry.get("size"), entry.get("crc32")) if isinstance(entry, dict) else (None, None)
         if type(size) is not int or size < 0 or not isinstance(values, list) or len(values) != -(-size // CHUNK):
             raise ValueError(f"{name!r:.100}: must have a size and one crc32 for each {CHUNK:,} bytes")
     return files
+
+
+def is_inside(name: str) -> bool:
+    """Whether a name read from a file is a path inside the file's folder."""
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts and "\0" not in name
 
 
 def _size(path: Path) -> int:

@@ -9,9 +9,10 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from toolkit.errors import UserError
+from toolkit.io.checksums import is_inside
 from toolkit.io.safe_parse import open_regular, read_bounded
 
 SUMS = "SHA256SUMS"
@@ -55,7 +56,7 @@ def _read_sums(folder: Path) -> dict[str, str]:
     sums = {}
     for number, line in enumerate(content.decode(errors="replace").splitlines(), start=1):
         match = _LINE.fullmatch(line)
-        if match is None or not _is_inside(match[2]):
+        if match is None or not is_inside(match[2]):
             raise UserError(f"{folder / SUMS}: line {number} is damaged; copy it again, or delete it")
         sums[match[2]] = match[1]
     return sums
@@ -69,11 +70,6 @@ def _hub_sums(folder: Path) -> dict[str, str]:
         if len(lines) > 1 and re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", lines[1]):
             sums[path.relative_to(folder / HUB_METADATA).as_posix().removesuffix(".metadata")] = lines[1]
     return sums
-
-
-def _is_inside(name: str) -> bool:
-    path = PurePosixPath(name)
-    return not path.is_absolute() and ".." not in path.parts and "\0" not in name
 
 
 def _hash(folder: Path, names: Iterable[str], expected: Mapping[str, str] = {}) -> dict[str, str]:

@@ -6,8 +6,7 @@ Files are read in the chunks of the manifest's checksums. Chunks of an interrupt
 
 import os
 import shutil
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import cache
@@ -23,7 +22,7 @@ from toolkit.checkpoints.manifest import (
 )
 from toolkit.checkpoints.remote.checkpoints import newest_first
 from toolkit.errors import UserError, notice
-from toolkit.io.checksums import CHUNK, Checksums
+from toolkit.io.checksums import Checksums, Chunk, crc32_of, iterate_chunks
 from toolkit.io.locks import file_lock
 from toolkit.io.paths import cache_folder
 from toolkit.io.storage import Storage
@@ -128,35 +127,24 @@ def fetch_files(storage: Storage, folder: str, files: Checksums, target: Path | 
             path.touch()
             os.truncate(path, entry["size"])
 
-    def fetch(chunk: tuple[str, int, int, str]) -> None:
+    def fetch(chunk: Chunk) -> None:
         name, start, stop, crc32 = chunk
-        if name in damage:
+        if name in damage or start == stop:
             return
         with nullcontext() if target is None else open(target / name, "r+b") as file:
             if file is not None:
                 file.seek(start)
-                if _crc32(file.read(stop - start)) == crc32:
+                if crc32_of(file.read(stop - start)) == crc32:
                     return
             for _ in range(2):  # the first read may have been damaged in transfer
                 content = storage.read(f"{folder}/{name}", start, stop)
-                if content is not None and _crc32(content) == crc32:
+                if content is not None and crc32_of(content) == crc32:
                     if file is not None:
                         file.seek(start)
                         file.write(content)
                     return
-        damage[name] = "missing" if content is None else f"checksum mismatch (after byte {start:,})"
+        damage[name] = "missing" if content is None else chunk.mismatch
 
     with ThreadPoolExecutor(_THREADS) as pool:
-        list(pool.map(fetch, _chunks(files)))
+        list(pool.map(fetch, iterate_chunks(dict(sorted(files.items())))))
     return damage
-
-
-def _chunks(files: Checksums) -> Iterator[tuple[str, int, int, str]]:
-    """Yield (name, start, stop, CRC-32) of each chunk, in bytes."""
-    for name, entry in sorted(files.items()):
-        for index, crc32 in enumerate(entry["crc32"]):
-            yield name, index * CHUNK, min(entry["size"], (index + 1) * CHUNK), crc32
-
-
-def _crc32(content: bytes) -> str:
-    return f"{zlib.crc32(content):08x}"

@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from toolkit.data.base import Report
-from toolkit.data.cache import DAMAGE_ERRORS, MANIFEST, publish, read_checksums, require_intact, staging_folder
+from toolkit.data.cache import DAMAGE_ERRORS, MANIFEST, publish, staging_folder
 from toolkit.data.streamed.chunk_segments import ChunkSegments
 from toolkit.data.streamed.source import SegmentCounts, Source, TextSegments
 from toolkit.data.tokenizer import Tokenizer
@@ -105,7 +105,7 @@ class Stream:
                 counts = self.source.write(number, temporary, self.tokenizer, report)
                 write_json(temporary / MANIFEST, asdict(counts))
                 if counts.tokens:
-                    publish(temporary, folder, lambda: _is_intact(folder))
+                    publish(temporary, folder)
             write_json(self._counts_file(number), asdict(counts))
             return counts
 
@@ -162,10 +162,3 @@ class Stream:
 
     def _counts_file(self, number: int) -> Path:
         return self.folder / "counts" / f"{number:06d}.json"
-
-
-def _is_intact(folder: Path) -> bool:
-    with contextlib.suppress(*DAMAGE_ERRORS):
-        require_intact(folder, read_checksums(folder))
-        return True
-    return False

@@ -71,7 +71,7 @@ def _copy(files: Files, folder: Path) -> None:
                 target = temporary / name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(content) if isinstance(content, bytes) else shutil.copyfile(content, target)
-            publish(temporary, folder, lambda: False)
+            publish(temporary, folder)
     except OSError as error:
         raise UserError(f"--out_dir {folder}: {error.strerror or error}") from error
 
