@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from toolkit.data.base import mean_length
 from toolkit.data.interleave import (
     PERIOD,
     ConcatenatedRows,
@@ -37,7 +38,7 @@ def sources(weights, rows=1000, kind=SyntheticRows, max_epochs=None, tokens=16):
         (name, weight, kind(vocab_size=100, num_rows=rows + i, seed=i, block_size=tokens + 1))
         for i, (name, weight) in enumerate(weights.items())
     ]
-    means = [float(np.mean(getattr(dataset, "lengths", tokens))) for _, _, dataset in found]
+    means = [mean_length(dataset) for _, _, dataset in found]
     return [
         SourceRows(name, dataset, weight, max_epochs, mean)
         for (name, weight, dataset), mean in zip(found, means, strict=True)

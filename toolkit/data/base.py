@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from toolkit.config.checks import require_not_negative
 from toolkit.config.strategy_options import AUTO, Auto  # noqa: F401 - AUTO is for data modules
@@ -78,34 +78,54 @@ class TextPaths(NamedTuple):
     val_option: str = ""
 
 
-class TokenDataset(Protocol):
+class TokenDataset:
     """A map-style dataset. ``len(dataset)`` counts all rows, independent of the number of ranks.
 
     ``dataset[i]`` is ``{"input_ids": (T,) int64, "labels": (T,) int64}``. ``labels[t]`` is the token that follows
     ``input_ids[t]``, or -100 where the loss is masked. Packed rows also have "positions" (T,), which restart at 0 in
     every document, and "documents" (T,), the document indices.
 
-    A dataset of variable-length rows has ``lengths``, a numpy (n,) int64 array of input tokens per row, or sets
-    ``is_ragged`` if the lengths are unknown.
-
-    If a dataset sets ``group_size``, ``dataset[i]`` is a list of ``group_size`` rows in the same micro-batch.
-    ``lengths`` are then input tokens per group, and batch sizes count groups.
-
-    If it has a method ``with_partner(index, partner)``, this returns the group. ``partner`` is the index of the sample
-    before in the global batch, of the last one for the first.
-
     A row may have "values", numbers by name. They are in ``Batch.values``. It may also have "targets", an fp32 array
     with a line for each of its samples; ``Batch.values["targets"]`` has the lines of all rows.
 
-    A dataset may define a custom sample order: ``order(seed, state) -> SampleOrder``. ``state`` is
-    ``SampleOrder.state()`` from the checkpoint, or {} at the start of a run. Row indices may then be any non-negative
-    int64. ``__len__`` may be missing if the number of rows is unknown; ``preview`` is then a dataset of sample rows
-    for inspect_data.
+    A dataset need not derive from this class: an attribute that it lacks has the default from here.
     """
 
-    def __len__(self) -> int: ...
+    lengths: np.ndarray | None = None
+    """Input tokens per row, or per group, (n,) int64, if rows differ in length."""
+    is_ragged: bool = False
+    """Whether rows differ in length, and the lengths are unknown."""
+    mean_length: float | None = None
+    """Mean input tokens per row, by default that of ``lengths``."""
+    group_size: int = 1
+    """If more than 1, ``dataset[i]`` is a list of so many rows of one micro-batch, and batch sizes count groups."""
+    with_partner: Callable[[int, int], list[Row]] | None = None
+    """``with_partner(index, partner)`` returns the group. ``partner`` is the index of the sample before in the global
+    batch, of the last one for the first."""
+    order: Callable[[int, State], SampleOrder] | None = None
+    """``order(seed, state)`` is a custom sample order. ``state`` is ``SampleOrder.state()`` from the checkpoint, or {}
+    at the start of a run. Row indices may then be any non-negative int64, and ``__len__`` may be missing."""
+    epoch_rows: int | None
+    """Training rows of an epoch, None if unknown; by default ``len(dataset)``."""
+    largest_token: Callable[[], int] | None = None
+    """``largest_token()`` returns the largest token id, if that need not read all rows."""
+    preview: TokenDataset | None = None
+    """Sample rows for inspect_data, if the number of rows is unknown."""
+    statistics: Values | None = None
+    """Counts of all rows for inspect_data."""
+    where: Callable[[int], list[str]] | None = None
+    """``where(index)`` describes the origin of each sample of a row, such as ``data/faq.jsonl line 17``."""
 
-    def __getitem__(self, index: int) -> Row: ...
+    def __len__(self) -> int:
+        raise TypeError("the number of rows is unknown")
+
+    def __getitem__(self, index: int) -> Any:
+        raise NotImplementedError
+
+
+def member(dataset: TokenDataset | None, name: str) -> Any:
+    """Return an attribute of a dataset, or its default."""
+    return getattr(dataset, name, getattr(TokenDataset, name))
 
 
 def next_token_row(tokens: np.ndarray) -> Row:
@@ -118,12 +138,12 @@ def next_token_row(tokens: np.ndarray) -> Row:
 
 def row_lengths(dataset: TokenDataset | None) -> np.ndarray | None:
     """Return the input tokens per row, (n,) int64; None if unknown or equal for all rows."""
-    return getattr(dataset, "lengths", None)
+    return member(dataset, "lengths")
 
 
 def mean_length(dataset: TokenDataset) -> float:
     """Return the mean input tokens per row."""
-    if (mean := getattr(dataset, "mean_length", None)) is not None:
+    if (mean := member(dataset, "mean_length")) is not None:
         return mean
     lengths = row_lengths(dataset)
     return len(dataset[0]["input_ids"]) if lengths is None else float(lengths.mean())
@@ -132,6 +152,11 @@ def mean_length(dataset: TokenDataset) -> float:
 def rows_of(item: Any) -> list[Row]:
     """Return a dataset item as a list of rows: a group, or a single row."""
     return list(item) if isinstance(item, list | tuple) else [item]
+
+
+def preview(dataset: TokenDataset) -> TokenDataset:
+    """Return sample rows whose number is known."""
+    return dataset if (rows := member(dataset, "preview")) is None else rows
 
 
 def row_count(dataset: TokenDataset | None) -> int | None:
@@ -157,7 +182,7 @@ def sample_order(dataset: TokenDataset, seed: int, state: State) -> SampleOrder:
     """
     from toolkit.data.order import ShuffledOrder
 
-    order = getattr(dataset, "order", None)
+    order = member(dataset, "order")
     return ShuffledOrder(len(dataset), seed) if order is None else order(seed, state)
 
 
@@ -165,7 +190,7 @@ def largest_token(dataset: TokenDataset) -> int:
     """Return the largest token id of a dataset, which reads all rows unless its files have an index."""
     import torch
 
-    if (method := getattr(dataset, "largest_token", None)) is not None:
+    if (method := member(dataset, "largest_token")) is not None:
         return method()
     return max(
         int(torch.as_tensor(row[name]).max())
@@ -177,7 +202,7 @@ def largest_token(dataset: TokenDataset) -> int:
 
 def is_ragged(dataset: TokenDataset | None) -> bool:
     """Whether row lengths, and so batch shapes, may vary."""
-    return row_lengths(dataset) is not None or getattr(dataset, "is_ragged", False)
+    return row_lengths(dataset) is not None or member(dataset, "is_ragged")
 
 
 class AddedBos(NamedTuple):

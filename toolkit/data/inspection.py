@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from toolkit.data.base import PreparedData, TokenDataset, Values, row_count, rows_of
+from toolkit.data.base import PreparedData, TokenDataset, Values, member, preview, row_count, rows_of
 from toolkit.data.tokenizer import UNFINISHED, Tokenizer
 from toolkit.models.labels import IGNORE_INDEX
 
@@ -20,7 +20,7 @@ def inspect_rows(prepared: PreparedData, num_samples: int) -> Values:
         never a target. A character that spans several tokens is shown at the last of them.
     """
     train: Any = prepared.train
-    statistics, rows = getattr(train, "statistics", None), getattr(train, "preview", train)
+    statistics, rows = member(train, "statistics"), preview(train)
     longest = [] if statistics is None else statistics["longest"]
     return {
         "counts": _count_rows(prepared, rows) if statistics is None else _select_counts(statistics, prepared),
@@ -54,9 +54,9 @@ def _select_counts(statistics: Values, prepared: PreparedData) -> Values:
     return counts
 
 
-def _count_rows(prepared: PreparedData, preview: TokenDataset) -> Values:
-    count, surveyed = row_count(prepared.train), min(len(preview), _SURVEY_ROWS)
-    rows = [row for i in range(surveyed) for row in rows_of(preview[i])]
+def _count_rows(prepared: PreparedData, train: TokenDataset) -> Values:
+    count, surveyed = row_count(prepared.train), min(len(train), _SURVEY_ROWS)
+    rows = [row for i in range(surveyed) for row in rows_of(train[i])]
     tokens = sum(len(row["input_ids"]) for row in rows)
     n_targets = sum(int((row["labels"] != IGNORE_INDEX).sum()) for row in rows)
     return ({} if count is None else {"train_rows": count}) | {
@@ -76,7 +76,8 @@ def _iterate_documents(rows: TokenDataset, count: int) -> Iterator[tuple[str, li
             numbers = row.get("documents", row["labels"] * 0)
             masks = [numbers == document for document in range(int(numbers.max()) + 1)]
             documents += [(row["input_ids"][mask].tolist(), row["labels"][mask].tolist()) for mask in masks]
-        origins = rows.where(index) if hasattr(rows, "where") else [f"row {index + 1:,}"] * len(documents)
+        where = member(rows, "where")
+        origins = [f"row {index + 1:,}"] * len(documents) if where is None else where(index)
         for origin, (ids, targets) in zip(origins, documents, strict=False):
             if not n_left:
                 return

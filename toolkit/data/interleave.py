@@ -21,6 +21,8 @@ from toolkit.data.base import (
     is_ragged,
     largest_token,
     mean_length,
+    member,
+    preview,
     row_count,
     row_lengths,
     sample_order,
@@ -84,7 +86,7 @@ def slots_per_source(sources: Sequence[SourceRows]) -> np.ndarray:
     return slots
 
 
-class ConcatenatedRows:
+class ConcatenatedRows(TokenDataset):
     """A concatenation of datasets; see :class:`toolkit.data.base.TokenDataset`.
 
     Args:
@@ -96,7 +98,7 @@ class ConcatenatedRows:
 
     def __init__(self, datasets: Sequence[TokenDataset]) -> None:
         self.datasets = list(datasets)
-        self.is_dense = not any(row_count(rows) is None or hasattr(rows, "order") for rows in datasets)
+        self.is_dense = not any(row_count(rows) is None or member(rows, "order") is not None for rows in datasets)
         if self.is_dense:
             self.first_ids = np.cumsum([0, *map(len, datasets[:-1])], dtype=np.int64)
         else:
@@ -115,7 +117,7 @@ class ConcatenatedRows:
         return max(map(largest_token, self.datasets))
 
     @cached_property
-    def lengths(self) -> np.ndarray | None:
+    def lengths(self) -> np.ndarray | None:  # type: ignore[override]
         """Input tokens per row, (n,) int64; None if equal for all rows or if row ids have gaps."""
         if not (self.is_ragged and self.is_dense):
             return None
@@ -138,9 +140,9 @@ class MixtureRows(ConcatenatedRows):
         self.mean_length = 1 / sum(source.weight / source.mean_length for source in sources)
 
     @property
-    def preview(self) -> ConcatenatedRows:
+    def preview(self) -> ConcatenatedRows:  # type: ignore[override]
         """Sample rows of all sources, for inspect_data."""
-        return ConcatenatedRows([getattr(rows, "preview", rows) for rows in self.datasets])
+        return ConcatenatedRows(list(map(preview, self.datasets)))
 
     def order(self, seed: int, state: State) -> MixtureOrder:
         weights = {source.name: source.weight for source in self.sources}

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from toolkit.data.base import AddedBos, TokenDataset, row_lengths, rows_of
+from toolkit.data.base import AddedBos, TokenDataset, member, row_lengths, rows_of
 from toolkit.data.batch import FILLER, NO_ROUNDING, Batch, Padding, collate
 from toolkit.data.order import SampleOrder
 from toolkit.errors import DataError, one_line
@@ -32,7 +32,7 @@ class _MicroBatches(Dataset):
         self, rows: TokenDataset, padding: Padding, count: Count | None, added_bos: AddedBos | None = None
     ) -> None:
         self.rows, self.padding, self.count, self.added_bos = rows, padding, count, added_bos
-        self.group_size = getattr(rows, "group_size", 1)
+        self.group_size = member(rows, "group_size")
 
     def __getitem__(self, numbers: list[list[int]] | DataError) -> Batch | DataError:
         if isinstance(numbers, DataError):
@@ -55,7 +55,7 @@ class _MicroBatches(Dataset):
         """Return the rows at ``index``: all rows of a group, or a single row."""
         if index == FILLER:
             return [None] * self.group_size
-        if (with_partner := getattr(self.rows, "with_partner", None)) is not None:
+        if (with_partner := member(self.rows, "with_partner")) is not None:
             return with_partner(index, partner)
         return rows_of(self.rows[index])
 

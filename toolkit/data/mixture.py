@@ -17,6 +17,7 @@ from toolkit.data.base import (
     Values,
     is_ragged,
     mean_length,
+    member,
     require,
     row_count,
     row_lengths,
@@ -210,7 +211,7 @@ def _prepare_source(
         raise UserError(f"{flag}.data {kind}: has no training rows")
     if source.max_epochs is not None and row_count(rows) is None:
         raise UserError(f"{flag}.max_epochs {source.max_epochs:g}: the number of rows of {kind} is unknown; remove it")
-    if is_ragged(rows) and (row_lengths(rows) is None or hasattr(rows, "order")):
+    if is_ragged(rows) and (row_lengths(rows) is None or member(rows, "order") is not None):
         raise UserError(f"{flag}.data {kind}: the lengths of its rows are unknown; weights are shares of tokens")
     return prepared
 

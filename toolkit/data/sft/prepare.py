@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.data.base import LabelSet, PreparedData, Report, Row, Values
+from toolkit.data.base import LabelSet, PreparedData, Report, Row, TokenDataset, Values
 from toolkit.data.cache import choose_cache_dir, hash_inputs, load_or_prepare, read_manifest, write_manifest
 from toolkit.data.order import shuffled_index
 from toolkit.data.sft.tokenize import Arrays, Counts, SFTConfig, tokenize_samples
@@ -62,7 +62,7 @@ def prepare_sft(config: SFTConfig, report: Report) -> PreparedData:
     )
     if is_cached:
         report(f"Data: using cached {folder} ({time.perf_counter() - start:.1f} s)")
-    for note in _collect_notes(config, prepared.train.statistics):  # type: ignore[attr-defined]
+    for note in _collect_notes(config, prepared.train.statistics):  # type: ignore[arg-type]
         report(f"Data: {note}")
     report(f"Data: {prepared.summary} ({time.perf_counter() - start:.1f} s)")
     return prepared
@@ -93,7 +93,7 @@ def _collect_notes(config: SFTConfig, statistics: Values) -> list[str]:
 # ---- reading
 
 
-class PackedDataset:
+class PackedDataset(TokenDataset):
     """A split's rows; see :class:`toolkit.data.base.TokenDataset`.
 
     Packed rows also have ``positions`` and ``documents``, (T,) int64. No token is predicted from a previous document.
@@ -112,6 +112,8 @@ class PackedDataset:
         lengths: Input tokens per row, or per group, (n,) int64.
         packed: Whether rows may contain several samples.
     """
+
+    statistics: Values
 
     def __init__(
         self,

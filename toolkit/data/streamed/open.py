@@ -136,7 +136,7 @@ def _prepare_rows(text: TextSource, stream: Stream, block_size: int, report: Rep
     content = [source.key(tokenizer.fingerprint), block_size, val_content]
     size = sum(file.size for file in source.files) / 1e6
     return PreparedData(
-        train=StreamedRows(rows, first, n_rows - held_out, {first: held_out} if held_out else {}, skips),  # type: ignore[arg-type]
+        train=StreamedRows(rows, first, n_rows - held_out, {first: held_out} if held_out else {}, skips),
         val=val,
         tokenizer=tokenizer,
         added_bos=added_bos(source.ends, tokenizer),

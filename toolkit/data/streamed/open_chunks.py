@@ -96,7 +96,7 @@ def open_chunks(options: Any, folders: list[str], block_size: int, report: Repor
         keys.append(val.key)
     numbers = [number for number, _, _ in train_spans]
     return ChunkRows(
-        StreamedRows(rows, segment, n_rows, held_out, numbers=numbers, epoch_rows=n_train),  # type: ignore[arg-type]
+        StreamedRows(rows, segment, n_rows, held_out, numbers=numbers, epoch_rows=n_train),
         val_rows,
         hash_inputs([splits, facts, *keys]).encode(),
         largest,

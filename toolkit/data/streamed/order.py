@@ -12,7 +12,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from toolkit.data.base import Row, State, next_token_row
+from toolkit.data.base import Row, State, TokenDataset, next_token_row
 from toolkit.data.order import shuffled_index
 from toolkit.data.streamed.reader import StreamReader
 from toolkit.data.streamed.stream import CopyId, SegmentCounts
@@ -65,7 +65,7 @@ class SegmentRows:
         return {**self.__dict__, "_open": {}}
 
 
-class RowSpans:
+class RowSpans(TokenDataset):
     """A fixed set of rows, such as the validation rows.
 
     Args:
@@ -87,7 +87,7 @@ class RowSpans:
         return self.segments.read(segment, stop - (self._ends[part] - index))
 
 
-class StreamedRows:
+class StreamedRows(TokenDataset):
     """The training rows of a stream. ``len()`` does not work, as row ids have gaps.
 
     Args:

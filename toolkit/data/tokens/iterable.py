@@ -17,7 +17,7 @@ import torch
 import torch.utils.data as torch_data
 from torch.utils.data import DataLoader, IterableDataset
 
-from toolkit.data.base import Row, State
+from toolkit.data.base import Row, State, TokenDataset
 from toolkit.data.tokens.rows import MAX_CHECKED_ROWS, hash_rows, read_row, require_shifted
 from toolkit.errors import DataError, UserError
 
@@ -25,7 +25,7 @@ _RESUME_POINT_INTERVAL, _MAX_RESUME_POINTS = 100, 1000
 """Rows between resume points, and number of saved resume points. They cover more rows than a run prefetches."""
 
 
-class IterableRows:
+class IterableRows(TokenDataset):
     """Access to the rows of an iterable by increasing position, across epochs. Also the :class:`SampleOrder`.
 
     ``rows[p]`` advances to item p; positions must increase. The iterable must yield the same rows whenever an epoch

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from toolkit.data.base import DataModule, PreparedData, Report, Row, row_count, rows_of
+from toolkit.data.base import DataModule, PreparedData, Report, Row, TokenDataset, member, row_count, rows_of
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
 from toolkit.models.labels import IGNORE_INDEX
@@ -56,7 +56,7 @@ class PythonData(DataModule):
         return PreparedData(self.train, self.val, tokenizer, self.content_key, summary)
 
 
-class InMemoryDataset:
+class InMemoryDataset(TokenDataset):
     """Adapts a user-provided dataset to :class:`~toolkit.data.base.TokenDataset`. Checks evenly spaced rows.
 
     Args:
@@ -125,7 +125,7 @@ def check_rows(flag: str, data: PreparedData, seq_length: int | None) -> None:
     for split, rows in (("train", data.train), ("val", data.val)):
         if rows is None or row_count(rows) == 0:
             continue
-        for row in rows_of(rows[0]) if getattr(rows, "group_size", 1) > 1 else [rows[0]]:
+        for row in rows_of(rows[0]) if member(rows, "group_size") > 1 else [rows[0]]:
             length = len(read_row(row, f"{flag}: {split}[0]", None)["input_ids"])
             if seq_length is not None and length > seq_length:
                 raise UserError(

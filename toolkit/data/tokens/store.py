@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from toolkit.data.base import Row, Values, next_token_row
+from toolkit.data.base import Row, TokenDataset, Values, next_token_row
 from toolkit.data.cache import CRC_FILE
 from toolkit.data.tokens.chunks import INDEX, PIECE, ChunkedArray, format_dtype
 
@@ -161,7 +161,7 @@ class TokenStore:
         return self.mask.read(start, stop).astype(np.bool_)
 
 
-class BlockDataset:
+class BlockDataset(TokenDataset):
     """Rows of T + 1 consecutive tokens; see :class:`toolkit.data.base.TokenDataset`.
 
     Args:

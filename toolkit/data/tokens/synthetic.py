@@ -4,7 +4,7 @@ import hashlib
 from dataclasses import dataclass
 
 from toolkit.config.checks import require_not_negative, require_positive
-from toolkit.data.base import DataModule, PreparedData, Report, Row, next_token_row, trained_vocabulary
+from toolkit.data.base import DataModule, PreparedData, Report, Row, TokenDataset, next_token_row, trained_vocabulary
 from toolkit.data.tokenizer import Tokenizer
 
 
@@ -40,7 +40,7 @@ class SyntheticTokens(DataModule):
 
 
 @dataclass(frozen=True)
-class SyntheticRows:
+class SyntheticRows(TokenDataset):
     """The rows of :class:`SyntheticTokens`."""
 
     vocab_size: int
