@@ -35,6 +35,7 @@ _collections = SlowCollections()
 FIRST = [
     "distributed",
     "doctor",
+    "plan",
     "training",
     "test_api.py",
     "test_tutorials.py",

@@ -83,10 +83,12 @@ def recipes() -> list[Recipe]:
 
 def plan(recipe: Recipe) -> tuple[str, str, str]:
     """Return hardware, planned memory and predicted time as `toolkit plan` computes them."""
+    from toolkit_plan.plan import plan_run, run_args_of
+    from toolkit_plan.predict import predict
+
     from toolkit.cli.parser import parse
     from toolkit.distributed.gpus import GPUS as SPECS
-    from toolkit.planning.plan import device_spec_of, plan_run, run_args_of
-    from toolkit.planning.predict import predict
+    from toolkit.planning.resolve import device_spec_of
 
     on_cpu = ["--accelerator", "cpu", "--devices", "1"] if recipe.memory_gb is None else []
     arguments = parse("plan", [*shlex.split(recipe.command)[1:], *on_cpu])

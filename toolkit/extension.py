@@ -24,6 +24,7 @@ BUILT_IN = (
     "toolkit_report",
     "toolkit_foreign",
     "toolkit_interop",
+    "toolkit_plan",
 )
 """The modules of the built-in extensions, which are installed with toolkit: extensions/NAME/toolkit_NAME.
 
@@ -106,6 +107,8 @@ class Extension:
         dialects: Objects of :class:`toolkit.config.dialects.Dialect`: other tools' YAML files and names, for
             ``--config`` and :class:`toolkit.Trainer`.
         commands: Subcommands, by name, if the extension is installed.
+        planner: Path of a module or an object that chooses "auto" by estimates, plans runs and advises when memory is
+            out, see :class:`toolkit.planning.planner.Planner`.
         check: Path of a function that gets the :class:`toolkit.planning.run_args.RunArgs` of every run and raises a
             UserError if options of the extension have no effect or are incompatible.
     """
@@ -124,6 +127,7 @@ class Extension:
     importers: Names = field(default_factory=dict)
     dialects: Names = field(default_factory=dict)
     commands: Mapping[str, Command] = field(default_factory=dict)
+    planner: str | None = None
     check: str | None = None
 
     def __post_init__(self) -> None:
@@ -139,7 +143,7 @@ class Extension:
 
 
 LIBRARIES = Extension(
-    optimizers={"AdamWScheduleFree": "schedulefree.AdamWScheduleFree", "SOAP": "pytorch_optimizer.SOAP"}
+    optimizers={"AdamWScheduleFree": "schedulefree.AdamWScheduleFree", "SOAP": "pytorch_optimizer.SOAP"},
 )
 """Classes of optional packages, as an extension would register them."""
 
@@ -264,6 +268,23 @@ def import_by_name(package: str, paths: Names) -> Callable[[str], Any]:
     return get
 
 
+def load_planner() -> Any | None:
+    """Return the planner, see :class:`toolkit.planning.planner.Planner`; None if no extension has one."""
+    paths = [(origin, extension.planner) for origin, extension in all_extensions() if extension.planner is not None]
+    if not paths:
+        return None
+    origin, path = paths[-1]  # a user's replaces the built-in one
+    return load_object(path, f"extension {origin}: planner {path}")
+
+
+def require_planner(option: str) -> Any:
+    """Return the planner that an option needs."""
+    planner = load_planner()
+    if planner is None:
+        raise UserError(f"{option}: needs an extension with a planner")
+    return planner
+
+
 def run_checks(args: Any) -> None:
     """Call each extension's check with the arguments of a run."""
     for origin, extension in all_extensions():
@@ -298,7 +319,8 @@ def extension_versions() -> dict[str, str]:
     versions = {}
     for origin, extension in extensions().items():
         installed = _installed().get(origin)
-        paths = [path for kind in KINDS for path in getattr(extension, kind).values()] + [extension.check or ""]
+        paths = [path for kind in KINDS for path in getattr(extension, kind).values()]
+        paths += filter(None, [extension.check, extension.planner])
         modules = {(origin if installed is None else installed[1]), *(path.rpartition(".")[0] for path in paths)}
         modules |= {command.module for command in extension.commands.values()}
         number = "" if installed is None else f"{version(origin)} "

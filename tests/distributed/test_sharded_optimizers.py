@@ -8,6 +8,9 @@ import torch
 from benchmark_checkpointing import LiveBytes
 from helpers.cases import check_each, n_steps
 from helpers.groups import Case, free_port, losses, run_group, start_ranks
+from toolkit_plan.measure.inputs import MemoryInputs
+from toolkit_plan.measure.optimizer import optimizer_bytes, update_bytes
+from toolkit_plan.measure.parameters import stored_parameters
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -21,9 +24,6 @@ from toolkit.distributed.replicas import require_equal_replicas
 from toolkit.distributed.shards import add_shards, give_gradients, shard_of
 from toolkit.distributed.strategy import StrategyPlan
 from toolkit.errors import UserError
-from toolkit.measure.inputs import MemoryInputs
-from toolkit.measure.optimizer import optimizer_bytes, update_bytes
-from toolkit.measure.parameters import stored_parameters
 from toolkit.models.block import Block
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT

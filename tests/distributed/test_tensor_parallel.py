@@ -6,14 +6,14 @@ import pytest
 import torch
 from helpers.cases import check_each, n_steps, slow_except
 from helpers.groups import Case, losses, run_group
+from toolkit_plan.measure.inputs import MemoryInputs
+from toolkit_plan.measure.memory import Memory, plan_memory
 
 from toolkit.checkpoints.weights import load_weights
 from toolkit.distributed.mesh import Layout
 from toolkit.distributed.strategy import StrategyPlan
 from toolkit.distributed.tensor_parallel import require_divisible
 from toolkit.errors import UserError
-from toolkit.measure.inputs import MemoryInputs
-from toolkit.measure.memory import Memory, plan_memory
 from toolkit.models.families import get_config
 
 NEOX = {

@@ -1,10 +1,10 @@
 """Predict matrix products that were measured on an H100."""
 
 import torch
+from toolkit_plan.measure.micro_step import seconds
+from toolkit_plan.measure.operators import OperatorRecorder
 
 from toolkit.distributed.gpus import GPUS
-from toolkit.measure.micro_step import seconds
-from toolkit.measure.operators import OperatorRecorder
 
 
 def head_chunk_ms(vocab_size: int) -> float:

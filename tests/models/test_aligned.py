@@ -10,6 +10,8 @@ import pytest
 import torch
 from helpers.cases import slow_except
 from helpers.initialize import add_lora, initialize
+from toolkit_plan.measure.cuda_on_meta import cuda_on_meta
+from toolkit_plan.measure.sample import one_layer_of_each_kind
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -18,8 +20,6 @@ from toolkit.checkpoints.folder import load_model, write_model_files
 from toolkit.distributed.tensor_parallel import _loss_and_grad_
 from toolkit.inference.generate import generate
 from toolkit.inference.sampling import GREEDY
-from toolkit.measure.cuda_on_meta import cuda_on_meta
-from toolkit.measure.sample import one_layer_of_each_kind
 from toolkit.models import aligned, cross_entropy, distillation
 from toolkit.models import loss as loss_module
 from toolkit.models.aligned import aligned_rows

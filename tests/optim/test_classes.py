@@ -1,10 +1,10 @@
 import pytest
 import torch
+from toolkit_plan.measure.optimizer import state_bytes
 from torch import nn
 
 from toolkit.config import PRETRAIN, OptimizerArgs
 from toolkit.errors import UserError, require_option
-from toolkit.measure.optimizer import state_bytes
 from toolkit.optim import TORCH_OPTIMIZERS
 from toolkit.optim.classes import build_optimizer, resolve_optimizer
 from toolkit.optim.groups import no_decay_params, parameter_groups

@@ -11,6 +11,7 @@ from helpers.groups import Case, run_group
 from helpers.small_runs import text_data
 from pytorch_optimizer import SOAP
 from schedulefree import AdamWScheduleFree
+from toolkit_plan.measure.optimizer import state_bytes
 
 from tests.training.test_run import arguments, assert_same_weights, losses, rows_of
 from toolkit.checkpoints.run.optimizer_state import _fill
@@ -18,7 +19,6 @@ from toolkit.checkpoints.weights import load_state, load_weights
 from toolkit.cli import main
 from toolkit.config import FSDPArgs, OptimizerArgs
 from toolkit.errors import UserError
-from toolkit.measure.optimizer import state_bytes
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.objectives.inputs import original_module
 from toolkit.training.callbacks import Callback

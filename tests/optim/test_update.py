@@ -14,6 +14,7 @@ from helpers.cases import check_each, slow_except
 from helpers.ragged import RaggedRows
 from helpers.steps import one_step
 from lightning.fabric import Fabric
+from toolkit_plan.measure.operators import _NO_KERNEL
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,7 +23,6 @@ from toolkit.config import PRETRAIN, OptimizerArgs
 from toolkit.data.batch import Batch, Padding, collate
 from toolkit.distributed.fabric import single_device_fabric
 from toolkit.errors import GuardError
-from toolkit.measure.operators import _NO_KERNEL
 from toolkit.models import attention_dispatch, attention_kernels, loss
 from toolkit.models.block import Block
 from toolkit.models.families import config_from_hf, get_config

@@ -4,11 +4,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from toolkit_plan.rows import unprepared_rows
 
 from toolkit.commands import pretrain
 from toolkit.config.command import parse_object
 from toolkit.planning.auto import resolve_auto
-from toolkit.planning.data import complete, unprepared_rows
+from toolkit.planning.data import complete
 from toolkit.planning.resolve import DeviceSpec
 from toolkit.planning.training_options import run_args
 from toolkit.training.compiler import compile_error, resolve_compiler

@@ -30,15 +30,11 @@ _COMMANDS = {
     "convert_from_hf": ("hf_dir out_dir", "import a Hugging Face folder"),
     "convert_to_hf": ("checkpoint_dir out_dir", "export a Hugging Face folder"),
     "merge_lora": ("checkpoint_dir", "merge adapters into the weights"),
-    "plan": ("command", "show batch, parameters and memory of a run"),
     "verify": ("checkpoint_dir", "verify the checksums of a checkpoint"),
     "consolidate": ("checkpoint_dir out_dir", "merge the shards of a checkpoint"),
     "schema": ("command", "print the JSON Schema of a command's YAML files"),
     "completion": ("shell", "print a completion script for bash, zsh or fish"),
     "average": ("out_dir", "average the weights of checkpoints"),
-}
-_OTHERS = {
-    "plan": {"wraps_training": True, "other_words": ("compatibility",)},
 }
 COMMANDS: dict[str, Command] = {
     name: Command(
@@ -47,7 +43,6 @@ COMMANDS: dict[str, Command] = {
         tuple(positionals.split()),
         _EXAMPLES.get(name),
         is_distributed=name in TRAINING,
-        **_OTHERS.get(name, {}),
     )
     for name, (positionals, text) in _COMMANDS.items()
 }

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import math
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any
 
 from toolkit.checkpoints.folder import read_model_config
-from toolkit.config import TrainArgs
 from toolkit.data.base import (
     LabelSet,
     PreparedData,
     Report,
-    data_modules,
     epoch_rows,
     is_ragged,
     largest_token,
     mean_length,
     row_count,
 )
-from toolkit.data.cache import NotPreparedError, read_only
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.data.tokens.rows import PythonData, check_rows
 from toolkit.data.tokens.synthetic import SyntheticRows
@@ -70,63 +66,7 @@ def prepare_data(
     return data
 
 
-@dataclass(frozen=True)
-class UnpreparedRows:
-    """What is known of the training rows before the data is prepared, with attributes of TokenDataset.
-
-    Args:
-        epoch_rows: Estimated training rows of an epoch; None if unknown.
-        mean_length: Input tokens per row; the maximum if ``is_ragged``.
-        is_ragged: Whether row lengths vary.
-        is_streamed: Whether a run, too, does not know the number of rows.
-    """
-
-    epoch_rows: int | None
-    mean_length: float
-    is_ragged: bool
-    is_streamed: bool
-    val: ClassVar = None
-
-    @property
-    def train(self) -> Any:
-        return self
-
-    def define_length(self, train: TrainArgs) -> bool:
-        """Whether the steps of a run with these limits are known or can be estimated."""
-        counts_rows = train.epochs is not None or not has_limit(train)
-        knows_tokens = train.max_tokens is None or not self.is_ragged
-        return knows_tokens and (not counts_rows or self.is_streamed or self.epoch_rows is not None)
-
-
-Rows = PreparedData | UnpreparedRows
-
-
-def find_data(args: RunArgs, seq_length: int | None) -> Rows:
-    """Return the data if it is prepared, otherwise what is known of it. Prepares and downloads nothing.
-
-    Raises:
-        UserError: The run would refuse the data.
-    """
-    if type(args.data).__module__.startswith("toolkit."):  # others may not respect it
-        with suppress(NotPreparedError), read_only():
-            return prepare_data(args, seq_length, lambda line: None)
-    return unprepared_rows(args, seq_length)
-
-
-def unprepared_rows(args: RunArgs, seq_length: int | None) -> UnpreparedRows:
-    modules, tokenizer = data_modules(args.data), None
-    if args.tokenizer_dir is not None:
-        with suppress(UserError):  # the run would raise this
-            tokenizer = Tokenizer.load(args.tokenizer_dir)
-    return UnpreparedRows(
-        args.data.estimate_rows(tokenizer, seq_length or 0),
-        seq_length or math.nan,
-        is_ragged=any(hasattr(module, "packing") and not module.sources_by_name for module in modules),
-        is_streamed=any(module.is_streamed for module in modules),
-    )
-
-
-def describe_stand_in(config: ResolvedConfig, rows: Rows) -> str | None:
+def describe_stand_in(config: ResolvedConfig, rows: Any) -> str | None:
     """Describe what a model from scratch would need if the default text is far too short for it; otherwise None.
 
     A model wants 20 tokens per parameter, see :func:`toolkit.planning.resolve.with_model_limit`.
@@ -154,10 +94,11 @@ def row_options(objective: Objective, model: ModelConfig | None) -> dict[str, An
     return options
 
 
-def complete(config: ResolvedConfig, data: Rows, done: Progress | None = None) -> ResolvedConfig:
+def complete(config: ResolvedConfig, data: PreparedData | Any, done: Progress | None = None) -> ResolvedConfig:
     """Complete a configuration with what depends on the data: vocabulary, limits and LR schedule.
 
-    ``done`` is the progress of the checkpoint to resume. Limits and schedule stay None if the length is unknown.
+    Instead of data, a planner has what is known of it: ``train``, ``val`` and ``define_length(train_args)``. Limits and
+    schedule stay None if the length is unknown. ``done`` is the progress of the checkpoint to resume.
 
     Raises:
         UserError: The model, the limits or the schedule do not fit the data.
@@ -168,7 +109,7 @@ def complete(config: ResolvedConfig, data: Rows, done: Progress | None = None) -
     elif model is not None:
         model = with_known_vocabulary(model, args)
     config = replace(config, model=model, is_ragged=is_ragged(rows) or is_ragged(data.val))
-    if isinstance(data, UnpreparedRows) and not data.define_length(args.train):
+    if not isinstance(data, PreparedData) and not data.define_length(args.train):
         return config
     length, count = "", epoch_rows(rows)
     if not has_limit(args.train):

@@ -16,7 +16,7 @@ from toolkit.distributed.launchers import is_launched
 from toolkit.distributed.mesh import data_devices
 from toolkit.distributed.world import detect_world
 from toolkit.errors import UserError, did_you_mean, require_bitsandbytes, require_option, require_package
-from toolkit.extension import add_cwd_to_path, registered
+from toolkit.extension import add_cwd_to_path, registered, require_planner
 from toolkit.io.paths import is_url
 from toolkit.metrics import parse_metrics
 from toolkit.metrics.best import check_best_by
@@ -59,7 +59,9 @@ def check_start(args: RunArgs, *, writes: bool = True, has_callbacks: bool = Fal
 
     Skips files in a process that a launcher started, because rank 0 may already be writing.
     """
-    if not args.dry_run:
+    if args.dry_run:
+        require_planner("--dry_run true")
+    else:
         detect_world(args.devices, args.num_nodes, None)
     check_loggers(args.logger_name, args.log)
     if args.quantize is not None:

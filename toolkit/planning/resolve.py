@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -13,17 +13,15 @@ from toolkit.checkpoints.folder import read_model_config, require_language_model
 from toolkit.config import AUTO, FSDPArgs, Precision, TrainArgs, none_if_auto
 from toolkit.data.base import choose_seq_length, trained_vocabulary
 from toolkit.data.tokenizer import Tokenizer
-from toolkit.distributed.device import device_memory, pick_precision
+from toolkit.distributed.device import count_devices, device_memory, pick_precision
 from toolkit.distributed.mesh import Layout, data_devices
 from toolkit.distributed.strategy import StrategyPlan, plan_strategy
 from toolkit.distributed.tensor_parallel import require_divisible
+from toolkit.distributed.world import detect_world
 from toolkit.errors import UserError
-from toolkit.measure.inputs import FP32, MemoryInputs
-from toolkit.measure.memory import plan_memory
-from toolkit.measure.sample import model_of
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import DEFAULT_MODEL, family_of, get_config
-from toolkit.models.flops import count_parameters, matmul_parameters
+from toolkit.models.flops import matmul_parameters
 from toolkit.models.fp8 import require_fp8
 from toolkit.models.gpt import GPT
 from toolkit.objectives import Objective
@@ -35,14 +33,13 @@ from toolkit.planning.compatibility import require_compatible
 from toolkit.planning.facts import Facts
 from toolkit.planning.frozen import find_frozen, frozen_flag
 from toolkit.planning.limits import Limits
+from toolkit.planning.meta_model import model_of
 from toolkit.planning.run_args import RunArgs, with_options
 
 DEFAULT_MODEL_TOKENS = 700_000
 """Training tokens for the default model if no limit is set."""
 ASSUMED_CHARACTERS = 256
 """Vocabulary of characters in a plan of a text that is not prepared."""
-MIN_GRADIENT_FRACTION = 0.01
-"""Of a device's memory: smaller gradients are accumulated unsharded, without an estimate of the run's memory."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +75,19 @@ class DeviceSpec:
         if self.device == "cuda" and self.has_bf16 is None and torch.cuda.is_available():
             return torch.cuda.is_bf16_supported(including_emulation=False)
         return self.device == "cuda" and self.has_bf16 is not False
+
+
+def device_spec_of(args: RunArgs, device_memory_gb: float | None = None) -> DeviceSpec:
+    """Return the devices of a run. With --accelerator auto, assume GPUs, even if this machine has none.
+
+    ``device_memory_gb`` is the memory of one device in GB (1e9 bytes); None takes this machine's, if known.
+    """
+    device = "cuda" if args.accelerator == "auto" else args.accelerator
+    available = count_devices(device) if args.devices == "auto" else None
+    environ = {"NODE_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}  # ignore any launcher
+    world = detect_world(args.devices, args.num_nodes, available or None, environ)
+    spec = DeviceSpec.of_this_machine(device, world.devices, world.num_nodes)  # unknown without such a device
+    return spec if device_memory_gb is None else replace(spec, memory=device_memory_gb * 1e9)
 
 
 @dataclass(frozen=True)
@@ -155,12 +165,11 @@ def resolve_model(args: RunArgs, devices: DeviceSpec) -> tuple[RunArgs, ModelCon
     return args, model, length
 
 
-def resolve(args: RunArgs, devices: DeviceSpec, complete_model: Callable[[], ModelConfig | None]) -> ResolvedConfig:
+def resolve(args: RunArgs, devices: DeviceSpec) -> ResolvedConfig:
     """Resolve a run whose micro-batch size and strategy are set, and check that the options are compatible.
 
-    ``complete_model`` returns the architecture with the vocabulary size; None if it or its memory is unknown.
-    :func:`toolkit.planning.auto.resolve_auto` chooses them first. This second stage needs torch; the first is
-    :func:`toolkit.planning.training_options.run_args`.
+    :func:`toolkit.planning.auto.resolve_auto` chooses them first, and the accumulation of gradients afterwards. This
+    second stage needs torch; the first is :func:`toolkit.planning.training_options.run_args`.
     """
     args, model, length = resolve_model(args, devices)
     precision = choose_precision(args, devices)
@@ -203,64 +212,7 @@ def resolve(args: RunArgs, devices: DeviceSpec, complete_model: Callable[[], Mod
     if (ratio := args.loraplus_lr_ratio) != 1:
         optimizer["loraplus_lr_ratio"] = ratio
     frozen = choose_frozen(args.objective, length)
-    config = ResolvedConfig(args, devices, precision, strategy, batch, model, length, optimizer, frozen)
-    return replace(config, accumulate=choose_accumulate(config, complete_model))
-
-
-def choose_accumulate(
-    config: ResolvedConfig, complete_model: Callable[[], ModelConfig | None]
-) -> Literal["unsharded", "sharded"]:
-    """Return FSDP's gradient accumulation mode: sharded if requested or if unsharded gradients do not fit.
-
-    Unsharded if memory cannot be estimated: unknown device memory or vocabulary, a user-provided module or optimizer.
-    Also if the gradients are smaller than the estimate is precise, which would take longer than starting a small run.
-    """
-    args, memory = config.args, config.devices.memory
-    if args.fsdp.accumulate != AUTO:
-        return args.fsdp.accumulate
-    strategy = config.strategy
-    # the schedule of a pipeline reduces gradients once per step
-    accumulates = strategy.kind == "fsdp" and config.batch.accumulation > 1 and strategy.layout.pipeline == 1
-    is_estimated = accumulates and args.lora is None and not strategy.offloads and memory < math.inf
-    model = complete_model() if is_estimated else None
-    if model is None or FP32 * count_parameters(model_of(model, None)).trained < MIN_GRADIENT_FRACTION * memory:
-        return "unsharded"
-    return "sharded" if device_bytes(config, model) > memory else "unsharded"
-
-
-def device_bytes(config: ResolvedConfig, model: ModelConfig | None) -> float:
-    """Estimate the bytes per device; NaN for a user-provided module or optimizer, or an unknown vocabulary."""
-    if model is None or config.args.module is not None or config.args.optimizer_class is not None:
-        return math.nan
-    return plan_memory(memory_inputs(config, model)).total
-
-
-def memory_inputs(config: ResolvedConfig, model: ModelConfig) -> MemoryInputs:
-    """Return the inputs of the memory estimate; ``model`` includes the vocabulary size."""
-    args, batch = config.args, config.batch
-    return MemoryInputs(
-        config=model,
-        precision=config.precision,
-        strategy=config.strategy,
-        micro_batch_size=batch.micro_batch_size * args.objective.rows_per_sample,
-        accumulation=batch.accumulation,
-        seq_length=config.max_seq_length or model.block_size,
-        optimizer=config.optimizer,
-        device=config.device,
-        lora=args.lora,
-        quantize=args.quantize,
-        packed=getattr(args.data, "packing", "none") != "none",
-        fsdp=config.fsdp,
-        ddp=args.ddp,
-        optimizer_class=args.optimizer_class,
-        activation_checkpointing=args.train.activation_checkpointing,
-        fp8=args.train.fp8,
-        in_backward=args.optimizer.in_backward,
-        async_save=args.train.async_save,
-        schedule=args.pipeline.schedule,
-        frozen=config.frozen,
-        ema=args.train.ema,
-    )
+    return ResolvedConfig(args, devices, precision, strategy, batch, model, length, optimizer, frozen)
 
 
 def choose_precision(args: RunArgs, devices: DeviceSpec) -> Precision:

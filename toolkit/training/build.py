@@ -16,7 +16,7 @@ from toolkit.models.attention_dispatch import needs_masks
 from toolkit.optim.classes import build_optimizer
 from toolkit.optim.update import set_learning_rate
 from toolkit.planning.frozen import find_frozen
-from toolkit.planning.plan import require_memory
+from toolkit.planning.planner import require_memory
 from toolkit.training.checkpoint_meta import read_meta
 from toolkit.training.checkpointer import Checkpointer, seed_generators
 from toolkit.training.data_reader import DataReader
@@ -41,7 +41,7 @@ def build_models(launch: Launch, stack: ExitStack) -> FabricModule:
     config, state, fabric, report = launch.config, launch.state, launch.fabric, launch.display.message
     args, source = config.args, config.args.base_dir
     if (gpt := state.model.meta_model) is not None and args.optimizer_class is None:
-        require_memory(config, gpt.config, gpt)
+        require_memory(config, gpt)
     if state.frozen is not None:
         folder = find_frozen(args.objective)
         assert folder is not None

@@ -18,11 +18,12 @@ from toolkit.distributed.memory import disable_malloc_trim
 from toolkit.distributed.signals import SignalWatch
 from toolkit.distributed.world import WorldInfo
 from toolkit.errors import GuardError, StoppedByFileError, StoppedBySignalError, UserError, one_line
+from toolkit.extension import require_planner
 from toolkit.objectives.base import total_counts
 from toolkit.optim.update import Update, choose_update, set_learning_rate
-from toolkit.planning.advice import oom_advice
 from toolkit.planning.auto import resolve_auto
 from toolkit.planning.limits import N_VALIDATIONS, build_intervals, is_due
+from toolkit.planning.planner import oom_advice
 from toolkit.planning.resolve import ResolvedConfig
 from toolkit.planning.run_args import RunArgs
 from toolkit.training.build import build_checkpointer, build_models, build_reader
@@ -36,9 +37,9 @@ from toolkit.training.callbacks.tasks import TaskMetrics
 from toolkit.training.callbacks.upload import uploads
 from toolkit.training.compiler import resolve_compiler
 from toolkit.training.control_files import SAVE_NOW, STOP, ControlFiles
+from toolkit.training.data_reader import DataReader
 from toolkit.training.describe import describe_run
-from toolkit.training.dry_run import report_dry_run
-from toolkit.training.launch import detect_devices, is_alone, launch_run
+from toolkit.training.launch import Launch, detect_devices, is_alone, launch_run
 from toolkit.training.rank_consistency import disk_leaders
 from toolkit.training.reference import with_reference
 from toolkit.training.run import Callback, Metrics, Run, callback_states, load_callback_states, overrides
@@ -109,7 +110,7 @@ def open_run(
     device = None if is_alone(config) else launch.fabric.device
     launch = replace(launch, config=resolve_compiler(launch.config, device))
     if is_alone(config):
-        report_dry_run(launch, build_reader(launch, stack))
+        _report_dry_run(launch, build_reader(launch, stack))
         return None
     made = {} if launch.is_short else make_callbacks(launch, stack)
     callbacks = [*callbacks, *make_answer_metrics(launch, stack)]
@@ -126,7 +127,7 @@ def open_run(
     checkpointer = build_checkpointer(launch, model)
     optimizer: Any = launch.fabric.setup_optimizers(checkpointer.optimizer)
     if launch.args.dry_run:
-        report_dry_run(launch, reader)
+        _report_dry_run(launch, reader)
         return None
     if checkpointer.sharded and not launch.is_short:
         checkpointer.leaders = disk_leaders(launch.out_dir, world.local_rank == 0, launch.remote is not None)
@@ -148,6 +149,10 @@ def open_run(
         checkpointer=checkpointer,
         optimizer=optimizer,
     )
+
+
+def _report_dry_run(launch: Launch, reader: DataReader) -> None:
+    require_planner("--dry_run true").report_dry_run(launch, reader)
 
 
 class Engine:

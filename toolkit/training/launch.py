@@ -29,8 +29,7 @@ from toolkit.io.processes import count_cores
 from toolkit.metrics.best import BestMetric
 from toolkit.models.block import Block
 from toolkit.planning.data import complete, prepare_data
-from toolkit.planning.plan import device_spec_of
-from toolkit.planning.resolve import DeviceSpec, ResolvedConfig
+from toolkit.planning.resolve import DeviceSpec, ResolvedConfig, device_spec_of
 from toolkit.planning.run_args import RunArgs
 from toolkit.training.checkpoint_meta import uses_old_ends, uses_old_tokenizer
 from toolkit.training.hyperparameters import keep_old_ends

@@ -7,11 +7,11 @@ from toolkit_doctor import verify
 from toolkit_doctor.comparison import Difference, choose_splits, choose_tolerance, compare
 from toolkit_doctor.gradients import StepRecord
 from toolkit_doctor.verify import find_failure, format_step, require_memory_of_one_process
+from toolkit_plan.plan import run_args_of
 
 from toolkit.cli.parser import parse
 from toolkit.config import TrainArgs
 from toolkit.errors import UserError
-from toolkit.planning.plan import run_args_of
 
 
 def record(loss=4.0, logged_norm=1.0, **gradients) -> StepRecord:

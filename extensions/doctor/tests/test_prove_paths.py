@@ -10,8 +10,7 @@ CUDA = re.compile(r"\.is_cuda\b|torch\.cuda\.|backends\.cuda|'cuda'|\bon_cuda\b|
 # whole packages and files that compute nothing on a GPU
 REASONS = {
     "planning/": "estimates, which 'planned memory' and 'predicted speed' measure",
-    "measure/": "estimates, which 'planned memory' and 'predicted speed' measure",
-    "diagnostics/": "estimates, which 'planned memory' measures",
+    "toolkit_plan/": "estimates, which 'planned memory' and 'predicted speed' measure",
     "toolkit_doctor/": "the checks themselves",
     "commands/": "names of options",
     "config/": "names of options",

@@ -8,8 +8,8 @@ from toolkit.distributed import ranks
 from toolkit.distributed.device import device_memory
 from toolkit.distributed.world import WorldInfo
 from toolkit.errors import DifferenceError, UserError, require_option
+from toolkit.extension import load_planner
 from toolkit.planning.auto import resolve_auto
-from toolkit.planning.plan import format_memory, plan_run
 from toolkit.planning.resolve import DeviceSpec, ResolvedConfig
 from toolkit.planning.run_args import RunArgs
 from toolkit.training.callbacks.loading import load_callbacks
@@ -135,9 +135,11 @@ def format_step(step: int, record: StepRecord, reference: StepRecord, difference
 
 
 def require_memory_of_one_process(args: RunArgs, device: str) -> None:
-    """Check that the model fits on one process, by the memory plan."""
+    """Check that the model fits on one process, if there is a planner."""
+    if (planner := load_planner()) is None:
+        return
     try:
-        plan = plan_run(single_process_args(args), DeviceSpec(device, 1, 1))
+        plan = planner.plan_run(single_process_args(args), DeviceSpec(device, 1, 1))
     except UserError:
         return  # the vocabulary size is unknown before the data is prepared
     limit = device_memory(device)
@@ -145,6 +147,6 @@ def require_memory_of_one_process(args: RunArgs, device: str) -> None:
         return
     raise UserError(
         f"--devices {args.devices}: {plan.model.name} does not fit on one process for comparison: it needs about "
-        f"{format_memory(plan.memory)}, and {limit / 1e9:,.1f} GB are there; compare fewer layers: `toolkit "
+        f"{plan.memory}, and {limit / 1e9:,.1f} GB are there; compare fewer layers: `toolkit "
         f"verify_parallel pretrain {plan.model.name} --model_config.n_layer 2` with the same devices and strategy"
     )

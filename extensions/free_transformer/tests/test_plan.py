@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from toolkit_plan.measure.inputs import MemoryInputs
+from toolkit_plan.measure.memory import plan_memory
 
 from toolkit.config import ActivationCheckpointing
 from toolkit.distributed.mesh import Layout
 from toolkit.distributed.strategy import StrategyPlan
-from toolkit.measure.inputs import MemoryInputs
-from toolkit.measure.memory import plan_memory
 from toolkit.models.activation_checkpointing import checkpoint_blocks
 from toolkit.models.block import Block
 from toolkit.models.families import get_config

@@ -9,7 +9,7 @@ from toolkit.config import AUTO, RunOptions
 from toolkit.distributed.gpus import find_gpu
 from toolkit.distributed.restarts import resuming
 from toolkit.errors import UserError, option_text
-from toolkit.extension import CommandLine
+from toolkit.extension import CommandLine, load_planner
 from toolkit.io.paths import is_url
 from toolkit.planning.training_options import TrainingOptions
 from toolkit_launch.formats import FORMATS
@@ -145,14 +145,13 @@ def _planned_memory(options: TrainingOptions, gpu: str | None) -> str:
     for value in (options.initial_checkpoint_dir, *vars(options.objective).values()):
         if isinstance(value, str) and (is_url(value) or (value.startswith("/") and not Path(value).exists())):
             return f"memory unknown: {value} is not on this machine"
-    from toolkit.planning.plan import device_spec_of, format_memory, plan_run, run_args_of
-
+    if (planner := load_planner()) is None:
+        return "memory unknown: no extension plans runs"
     card = None if gpu is None else find_gpu(gpu, options.shared.accelerator, "--gpu")[1]
-    with run_args_of(options) as args:
-        memory = plan_run(args, device_spec_of(args, card and card.memory / 1e9)).memory
+    memory = planner.plan_options(options, card and card.memory / 1e9).memory
     if card is not None and memory.total > card.memory:
         raise UserError(
-            f"--gpu {gpu}: has {card.memory / 1e9:.0f} GB, but the run needs about {format_memory(memory)}; see "
+            f"--gpu {gpu}: has {card.memory / 1e9:.0f} GB, but the run needs about {memory}; see "
             f"`toolkit plan --device_memory_gb {card.memory / 1e9:.0f}` for changes that make it fit"
         )
     return f"about {memory.total / 1e9:,.1f} GB of memory each (toolkit plan)"
