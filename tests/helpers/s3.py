@@ -12,9 +12,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-import boto3
-from moto.server import ThreadedMotoServer
-
 BUCKET, KEY, SECRET = "bucket", "AKIAEXAMPLEKEY", "not-a-real-secret"
 ERROR = "<?xml version='1.0' encoding='UTF-8'?><Error><Code>{code}</Code><Message>{code}</Message></Error>"
 
@@ -157,6 +154,8 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Proxy)
         self.moto_port, self.faults, self.checks_keys = moto_port, Faults(), True
         # not through the proxy
+        import boto3  # slow to import, as moto: every worker collects the files that use this one
+
         self.client = boto3.client(
             "s3",
             endpoint_url=f"http://127.0.0.1:{moto_port}",
@@ -194,6 +193,8 @@ class Server(ThreadingHTTPServer):
 
 @contextmanager
 def serve() -> Iterator[Server]:
+    from moto.server import ThreadedMotoServer
+
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     moto.start()

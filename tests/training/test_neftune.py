@@ -10,7 +10,6 @@ from helpers.groups import losses as losses_of
 from helpers.initialize import initialize
 from helpers.sealing import seal
 from helpers.small_runs import write_base, write_rows
-from transformers.integrations.neftune import neftune_post_forward_hook
 
 from tests.models.test_extension_points import CONFIG
 from tests.training.test_finetune import arguments, losses
@@ -36,6 +35,8 @@ def rows(tmp_path_factory):
 
 def test_noise_is_that_of_transformers(monkeypatch):
     """For a row without padding and the same uniform numbers."""
+    from transformers.integrations.neftune import neftune_post_forward_hook
+
     model = GPT(CONFIG, seed=3)
     initialize(model, seed=1)
     model.execute_with(neftune_alpha=5.0)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.cases import check_each, has_slow_tests
+from helpers.optional import importorskip_later
 from helpers.peak_memory import rise
 from helpers.saving import write_checkpoint
 from helpers.tiny_models import relative_error, token_ids
@@ -25,7 +26,7 @@ from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
 
-gguf = pytest.importorskip("gguf")
+gguf = importorskip_later("gguf")
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 

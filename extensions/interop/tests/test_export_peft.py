@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from helpers.initialize import add_lora, initialize
+from helpers.optional import importorskip_later
 from helpers.tiny_configs import NATIVE_CONFIGS
 from toolkit_interop.peft.export_peft import export_peft
 from toolkit_interop.peft.import_peft import import_peft
@@ -23,7 +24,7 @@ from toolkit.models.gpt import GPT
 from toolkit.models.lora import is_adapter
 from toolkit.models.lora_config import LoRAConfig
 
-peft = pytest.importorskip("peft")
+peft = importorskip_later("peft")
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
 

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from helpers.cases import slow_except
+from helpers.optional import importorskip_later
 from safetensors.torch import load_file, save_file
 from toolkit_interop.peft.export_peft import export_peft
 from toolkit_interop.peft.import_peft import import_peft
@@ -14,7 +15,7 @@ from toolkit.checkpoints.folder import load_model
 from toolkit.errors import UserError
 from toolkit.models.lora import add_lora
 
-peft = pytest.importorskip("peft")
+peft = importorskip_later("peft")
 transformers = pytest.importorskip("transformers")
 
 MODELS = [

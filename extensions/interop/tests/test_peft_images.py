@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers.initialize import add_lora
+from helpers.optional import importorskip_later
 from helpers.tiny_models import relative_error, token_ids
 from toolkit_interop.peft.export_peft import export_peft
 from toolkit_interop.peft.import_peft import import_peft
@@ -14,7 +15,7 @@ from toolkit.checkpoints.folder import load_model
 from toolkit.checkpoints.hf.import_hf import import_hf
 from toolkit.models.lora_config import LoRAConfig
 
-transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+transformers, peft = pytest.importorskip("transformers"), importorskip_later("peft")
 
 
 @torch.no_grad()

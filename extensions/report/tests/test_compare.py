@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import mean, stdev
 
 import pytest
-from scipy import stats
+from helpers.optional import importorskip_later
 from toolkit_report.compare import compare, estimate
 from toolkit_report.page import render_page
 from toolkit_report.run import Checkpoint, read_runs
@@ -16,6 +16,8 @@ from toolkit.cli import main
 from toolkit.ui.events import write_event
 
 HEADER = "step,tokens,seconds,loss,val_loss,val_accuracy,val_accuracy_stderr,tokens_per_sec"
+
+stats = importorskip_later("scipy.stats")
 
 
 def write(folder, ends, seed, **settings):

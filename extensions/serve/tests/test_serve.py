@@ -19,6 +19,7 @@ import pytest
 import tokenizers
 import torch
 from helpers.cases import slow_except
+from helpers.optional import importorskip_later
 from helpers.processes import Forked, finish
 from helpers.sealing import seal
 from helpers.talker import make_talker
@@ -41,7 +42,7 @@ from toolkit.models.lora_config import LoRAConfig
 pytest.importorskip("starlette")
 from toolkit_serve.answer import ChatFormat, CompletionFormat, read_pieces
 
-openai = pytest.importorskip("openai")
+openai = importorskip_later("openai")
 
 KEY = "a secret"
 PROMPTS = ["Q1A", "abc", "Q3AdreiQ", "x", "Q" + "12" * 20, "SbeQ2A", "eins zwei drei", "Q2Azwei"]
