@@ -1,10 +1,8 @@
 """N3 under FSDP for blocks with sliding windows, soft-capping, QK-norm and post-norm."""
 
 import pytest
-import torch
-from helpers.groups import Case, losses, run_group
-
-from toolkit.checkpoints.weights import load_weights
+from helpers.compare_runs import losses, require_close
+from helpers.groups import Case, run_group
 
 GEMMA2 = {
     "family": "gemma2", "norm_offset": True, "scale_embeddings": True, "post_attention_norm": True,
@@ -47,11 +45,6 @@ def test_n3_two_ranks_match_one(name, tmp_path, shared_flags):
     same = ["--precision", "32-true", *flags(MODELS[name])]
     run_group(tmp_path, 1, [Case("one", same)], shared_flags)
     run_group(tmp_path, 2, [Case("two", [*same, "--strategy", "fsdp"])], shared_flags)
-    one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
+    one = losses(tmp_path / "one")
     assert len(one) == 20 and one[-1] < one[0] - 0.1
-    assert two == pytest.approx(one, rel=1e-5)
-    weights, reference = (load_weights(tmp_path / run / "final") for run in ("two", "one"))
-    assert weights.keys() == reference.keys()
-    assert any(SHOWN_BY[name] in key for key in weights)
-    for key in reference:
-        assert torch.linalg.norm(weights[key] - reference[key]) <= 2e-4 * reference[key].norm(), key
+    assert any(SHOWN_BY[name] in key for key in require_close(tmp_path / "two", tmp_path / "one"))

@@ -1,13 +1,9 @@
 """--train.ema on several ranks: one average under every strategy (N3), and an exact resume (S2)."""
 
-import shutil
-
 import pytest
-import torch
 from helpers.cases import has_slow_tests, slow_except
-from helpers.groups import Case, losses, run_group
-
-from toolkit.checkpoints.weights import load_weights
+from helpers.compare_runs import copy_without, require_close, require_same
+from helpers.groups import Case, run_group
 
 EMA = ["--train.ema", "0.8", "--train.max_steps", "8", "--train.save_interval", "3", "--train.keep_last", "0"]
 SHARDED = ["--fsdp.state_dict_type", "sharded"]
@@ -41,34 +37,19 @@ def runs(tmp_path_factory, shared_flags, request):
         for source, target in moves:
             if LAYOUTS[target][0] == size:
                 out = f"{source} on {target}"
-                shutil.copytree(folder / source, folder / out)
-                for later in ("step-00000006", "final"):
-                    shutil.rmtree(folder / out / later)
+                copy_without(folder / source, folder / out, "step-00000006", "final")
                 again.append(Case(out, [*LAYOUTS[target][1], "--resume", "auto"]))
         run_group(folder, size, again, shared)
     return folder
 
 
-def assert_close(folder, reference) -> None:
-    assert losses(folder) == pytest.approx(losses(reference), rel=1e-5)
-    weights, others = load_weights(folder / "final"), load_weights(reference / "final")
-    for name in weights.keys() & others.keys():  # a folder of shards has one name of tied weights
-        assert (weights[name] - others[name]).norm() <= 2e-4 * others[name].norm(), name
-
-
-def assert_same(folder, reference) -> None:
-    assert losses(folder) == losses(reference)
-    weights, others = load_weights(folder / "final"), load_weights(reference / "final")
-    assert weights.keys() == others.keys() and all(torch.equal(weights[name], others[name]) for name in weights)
-
-
 @pytest.mark.parametrize("name", slow_except(FAST, list(LAYOUTS)))
 def test_n3_s2_one_average_and_a_bit_equal_resume(runs, name):
-    assert_close(runs / name, runs / ("tied" if "pipeline" in name or name == "tied" else "one"))
-    assert_same(runs / f"{name} on {name}", runs / name)
+    require_close(runs / name, runs / ("tied" if "pipeline" in name or name == "tied" else "one"))
+    require_same(runs / f"{name} on {name}", runs / name)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("source", "target"), MOVES)
 def test_s2_another_layout_continues_the_average(runs, source, target):
-    assert_close(runs / f"{source} on {target}", runs / source)
+    require_close(runs / f"{source} on {target}", runs / source)

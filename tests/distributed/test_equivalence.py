@@ -5,9 +5,8 @@ import math
 import pytest
 import torch
 from helpers.cases import n_steps
-from helpers.groups import Case, losses, run_group
-
-from toolkit.checkpoints.weights import load_weights
+from helpers.compare_runs import losses, relative, require_close
+from helpers.groups import Case, run_group
 
 SHARDINGS = ["HYBRID_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
 ACCUMULATED = SHARDINGS[:3]  # with sharded gradients between the micro-batches
@@ -117,11 +116,6 @@ def runs(tmp_path_factory, shared_flags, request):
     return folder, seen
 
 
-def relative(a: list[float], b: list[float]) -> float:
-    assert len(a) == len(b) >= 6
-    return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
-
-
 NAMES = [case.name for size in (1, 2, 4) for case in cases(size) if not case.name.startswith("split")]
 
 
@@ -140,11 +134,7 @@ def test_n3_fp32(runs, name):
     one = reference_of(name)
     for rank in seen[name]:
         assert rank["initial"] == seen[one][0]["initial"]  # bit-equal, by two sums of each weight
-    assert relative(losses(folder / name), losses(folder / one)) < 1e-5
-    weights, reference = load_weights(folder / name / "final"), load_weights(folder / one / "final")
-    assert weights.keys() == reference.keys()
-    for key in weights:
-        assert (weights[key] - reference[key]).norm() <= 2e-4 * reference[key].norm(), key
+    require_close(folder / name, folder / one)
 
 
 SAME = {

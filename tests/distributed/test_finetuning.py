@@ -1,16 +1,12 @@
 """Finetuning on several ranks equals one process: ragged masked rows, packed rows, adapters only."""
 
-import csv
-import shutil
-
 import pytest
-import torch
 from helpers.cases import has_slow_tests
-from helpers.groups import Case, losses, run_group, run_uninterrupted_and_killed_twice
-from helpers.small_runs import write_base, write_rows
+from helpers.compare_runs import column, copy_without, losses, relative, require_close, require_same
+from helpers.groups import Case, run_group
 
 from toolkit.checkpoints.adapters import ADAPTERS
-from toolkit.checkpoints.weights import load_state, load_weights
+from toolkit.checkpoints.weights import load_state
 
 EAGER = "compile with the eager backend"
 MODES = ("none", "selective", "full")
@@ -62,16 +58,8 @@ def cases(size: int) -> list[Case]:
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory, corpus) -> list[str]:
-    # the size is a multiple of 64, for QLoRA
-    folder = write_base(tmp_path_factory.mktemp("finetuning-input"), corpus, intermediate_size=192)
-    write_rows(folder)
-    return [
-        str(folder), "--accelerator", "cpu", "--data", "JSON", "--data.json_path", str(folder / "rows.jsonl"),
-        "--data.prompt_style", "plain", "--train.global_batch_size", "8", "--train.micro_batch_size", "1",
-        "--train.max_steps", "8", "--train.learning_rate", "1e-2", "--train.lr_schedule", "constant",
-        "--train.save_interval", "4", "--eval.interval", "4", "--eval.max_new_tokens", "0",
-    ]  # fmt: skip
+def shared(tmp_path_factory, finetuning_flags) -> list[str]:
+    return finetuning_flags(tmp_path_factory.mktemp("finetuning-input"))
 
 
 ALWAYS = ("lora-32-true-1", "lora-32-true-2")
@@ -91,21 +79,9 @@ def runs(tmp_path_factory, shared, request):
         for source in ("lora-32-true-1", "lora-32-true-2")
     ]
     for case in again:
-        shutil.copytree(folder / case.name.removesuffix("-on-2"), folder / case.name)
-        for later in ("step-00000008", "final"):
-            shutil.rmtree(folder / case.name / later, ignore_errors=True)
+        copy_without(folder / case.name.removesuffix("-on-2"), folder / case.name, "step-00000008", "final")
     seen |= run_group(folder, 2, again, shared)
     return folder, seen
-
-
-def relative(a: list[float], b: list[float]) -> float:
-    assert len(a) == len(b) == 8
-    return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
-
-
-def val_losses(folder) -> list[float]:
-    with open(folder / "logs" / "metrics.csv", newline="") as file:
-        return [float(row["val_loss"]) for row in csv.DictReader(file) if row["val_loss"]]
 
 
 def slow(name: str):
@@ -116,13 +92,9 @@ def slow(name: str):
 def test_n3_two_ranks_finetune_as_one_does(runs, name):
     folder, _ = runs
     one, two = folder / f"{name}-1", folder / f"{name}-2"
-    assert relative(losses(two), losses(one)) < 1e-5
-    assert val_losses(two) == pytest.approx(val_losses(one), rel=1e-5) and len(val_losses(two)) == 2
-    read = load_weights if name in ("full", "packed") else lambda path: load_state(path / ADAPTERS)
-    adapters, reference = read(two / "final"), read(one / "final")
-    assert adapters.keys() == reference.keys()
-    for key in reference:
-        assert (adapters[key] - reference[key]).norm() <= 2e-4 * reference[key].norm(), key
+    require_close(two, one)
+    validated = column(two, "val_loss")
+    assert validated == pytest.approx(column(one, "val_loss"), rel=1e-5) and len(validated) == 2
 
 
 @pytest.mark.slow
@@ -155,9 +127,7 @@ def test_checkpointed_adapters_change_no_bit(runs):
 def test_n3_4_bit_base_is_sharded(runs):
     folder, seen = runs
     for run in ("qlora-sharded", "qlora-wrapped", "qlora-compiled"):
-        assert relative(losses(folder / run), losses(folder / "qlora-1")) < 1e-5
-    adapters, reference = (load_state(folder / run / "final" / ADAPTERS) for run in ("qlora-sharded", "qlora-1"))
-    assert all((adapters[key] - reference[key]).norm() <= 2e-4 * reference[key].norm() for key in reference)
+        require_close(folder / run, folder / "qlora-1")
     for rank in seen["qlora-sharded"]:
         assert rank["parameters"] == pytest.approx(seen["qlora-1"][0]["parameters"] / 2, rel=0.02)
         assert rank["dtypes"] == ["torch.float32"]  # not uint8, which FSDP shards only with torch 2.12
@@ -191,18 +161,5 @@ def test_base_and_adapters_are_sharded_and_only_adapters_have_gradients(runs, pr
 @pytest.mark.slow
 def test_s2_adapters_resume_on_one_rank_and_on_two(runs):
     folder, _ = runs
-    same, other = folder / "lora-32-true-2-on-2", folder / "lora-32-true-1-on-2"
-    assert losses(same) == losses(folder / "lora-32-true-2")
-    adapters, reference = (load_state(path / "final" / ADAPTERS) for path in (same, folder / "lora-32-true-2"))
-    assert all(torch.equal(adapters[name], reference[name]) for name in reference)
-    assert relative(losses(other), losses(folder / "lora-32-true-1")) < 1e-5
-
-
-@pytest.mark.slow
-def test_s2_lora_run_after_two_sigkills_is_bit_equal(tmp_path, shared):
-    words = ["finetune_lora", *shared, "--lora_dropout", "0.1", "--devices", "2", *FSDP]
-    words += ["--train.activation_checkpointing", "selective"]
-    run_uninterrupted_and_killed_twice(words, tmp_path)
-    assert losses(tmp_path / "killed") == losses(tmp_path / "uninterrupted")
-    adapters, reference = (load_state(tmp_path / run / "final" / ADAPTERS) for run in ("killed", "uninterrupted"))
-    assert all(torch.equal(adapters[name], reference[name]) for name in reference)
+    require_same(folder / "lora-32-true-2-on-2", folder / "lora-32-true-2")
+    assert relative(losses(folder / "lora-32-true-1-on-2"), losses(folder / "lora-32-true-1")) < 1e-5

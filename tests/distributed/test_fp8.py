@@ -3,7 +3,8 @@
 from importlib.util import find_spec
 
 import pytest
-from helpers.groups import Case, losses, run_group
+from helpers.compare_runs import losses, relative
+from helpers.groups import Case, run_group
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")]
 FP8, ROWS = (["--precision", "bf16-mixed", "--train.fp8", kind] for kind in ("tensorwise", "rowwise"))
@@ -35,11 +36,6 @@ def runs(tmp_path_factory, shared_flags):
     for size, cases in CASES.items():
         seen |= run_group(folder, size, cases, shared_flags)
     return folder, seen
-
-
-def relative(a: list[float], b: list[float]) -> float:
-    assert len(a) == len(b) == 20
-    return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
 
 
 @pytest.mark.parametrize("name", [case.name for case in CASES[2] if not case.name.startswith("true")])

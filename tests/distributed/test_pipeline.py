@@ -1,19 +1,16 @@
 """Pipeline parallelism trains what one process trains (N3), under every schedule and with FSDP2 inside the stages."""
 
-import csv
 import re
-import shutil
-from pathlib import Path
 
 import pytest
 import torch
 from helpers.cases import n_steps, slow_except
-from helpers.groups import Case, losses, run_group, run_uninterrupted_and_killed_twice
+from helpers.compare_runs import column, copy_without, losses, relative, require_close, require_same
+from helpers.groups import Case, run_group
 from helpers.processes import finish, flags_for, pretrain
 from helpers.small_runs import text_data, write_base, write_rows
 
-from toolkit.checkpoints.adapters import ADAPTERS
-from toolkit.checkpoints.weights import load_state, load_weights
+from toolkit.checkpoints.weights import load_state
 from toolkit.distributed.stages import nearest_micro_batches
 
 LAYERS = ["--model_config.n_layer", "4"]
@@ -113,17 +110,6 @@ def runs(tmp_path_factory, shared, request):
     return folder, seen
 
 
-def trained(run: Path) -> dict[str, torch.Tensor]:
-    """Return the adapters of a run, or its weights."""
-    adapters = run / "final" / ADAPTERS
-    return load_state(adapters) if adapters.exists() else load_weights(run / "final")
-
-
-def relative(a: list[float], b: list[float]) -> float:
-    assert len(a) == len(b) >= 4
-    return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
-
-
 FP32 = [name for name, (reference, *_) in PIPELINES.items() if reference != "bf16"]
 ALWAYS = ["2-1f1b"]
 
@@ -134,15 +120,11 @@ def test_n3_pipeline_trains_what_one_process_trains(runs, name):
     reference = PIPELINES[name][0]
     if reference != "qlora":  # 4-bit weights are packed in other shapes
         assert seen[name][0]["initial"] == seen[reference][0]["initial"]  # bit-equal, by two sums of each weight
-    assert relative(losses(runs / name), losses(runs / reference)) < 1e-5
+    require_close(runs / name, runs / reference, atol=1e-6)
     gradients, expected = (torch.load(runs / f"{run}.gradients") for run in (name, reference))
     assert gradients.keys() == expected.keys()
     for key, gradient in gradients.items():
         assert (gradient - expected[key]).norm() <= 1e-6 * expected[key].norm(), key
-    weights, whole = (trained(runs / run) for run in (name, reference))
-    assert weights.keys() == whole.keys()
-    for key in weights:
-        assert (weights[key] - whole[key]).norm() <= 2e-4 * whole[key].norm() + 1e-6, key
 
 
 @pytest.mark.slow
@@ -152,11 +134,6 @@ def test_n3_pipeline_in_bf16(runs, name):
     one = losses(runs / "bf16")
     allowed = 2 * max(relative(losses(runs / f"split-{micro}"), one) for micro in (8, 4))
     assert relative(losses(runs / name), one) <= allowed < 2e-3
-
-
-def validated(folder) -> list[float]:
-    with open(folder / "logs" / "metrics.csv", newline="") as file:
-        return [float(row["val_loss"]) for row in csv.DictReader(file) if row["val_loss"]]
 
 
 def samples(folder) -> list[list[str]]:
@@ -170,8 +147,8 @@ def samples(folder) -> list[list[str]]:
 )
 def test_validation_and_samples_go_through_the_stages(runs, name):
     runs, _ = runs
-    expected = validated(runs / PIPELINES[name][0])
-    assert len(expected) == 2 and validated(runs / name) == pytest.approx(expected, rel=1e-5)
+    expected, validated = (column(runs / run, "val_loss") for run in (PIPELINES[name][0], name))
+    assert len(expected) == 2 and validated == pytest.approx(expected, rel=1e-5)
     groups = [set(group) for group in samples(runs)]
     assert len(groups) > 1 and all(groups)
     assert all(group <= groups[0] for group in groups[1:])  # the samples of one process
@@ -224,37 +201,21 @@ def test_saved_groups_are_those_of_one_process(runs, name):
 @pytest.mark.slow
 @pytest.mark.parametrize(("source", "target", "kind", "model"), RESUMES)
 def test_s2_resume_between_pipelines_and_other_layouts(tmp_path, shared, source, target, kind, model):
-    def run(layout: str, *flags: str) -> None:
+    def run(layout: str, out: str, *flags: str) -> None:
         ranks, stages = LAYOUTS[layout]
         command = "finetune_lora" if kind == "adapters" else "pretrain"
         options = ["--model_name", "pico-llama", *REFERENCES[model][0], "--fsdp.state_dict_type", kind]
         options = HEAD if kind == "adapters" else options
         strategy = ["--strategy", "fsdp"] if ranks > 1 else []
         flags = (*shared[command], *options, *KEPT, *pipeline(stages), *strategy, *flags)
-        run_group(tmp_path, ranks, [Case(layout, list(flags), command=command, out="run")], [])
+        run_group(tmp_path, ranks, [Case(layout, list(flags), command=command, out=out)], [])
 
-    run(source)
-    uninterrupted, weights = losses(tmp_path / "run"), trained(tmp_path / "run")
-    shutil.rmtree(tmp_path / "run" / "final")
-    shutil.rmtree(tmp_path / "run" / "step-00000014")
-    run(target, "--resume", "auto")
-    continued, again = losses(tmp_path / "run"), trained(tmp_path / "run")
+    run(source, "first")
+    copy_without(tmp_path / "first", tmp_path / "continued", "step-00000014", "final")
+    run(target, "continued", "--resume", "auto")
     if source == target:
-        assert continued == uninterrupted
-        assert all(torch.equal(again[name], weights[name]) for name in weights)
-    assert continued == pytest.approx(uninterrupted, rel=1e-5)
-    for name in weights:
-        assert (again[name] - weights[name]).norm() <= 2e-4 * weights[name].norm(), name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [["--train.async_save", "true"], ["--fsdp.state_dict_type", "sharded"]])
-def test_s2_pipeline_killed_twice_is_bit_equal(tmp_path, shared, options):
-    words = ["pretrain", "pico-llama", *shared["pretrain"], *LAYERS, *pipeline(2), *options, "--devices", "2"]
-    run_uninterrupted_and_killed_twice(words, tmp_path)
-    assert losses(tmp_path / "killed") == losses(tmp_path / "uninterrupted")
-    killed, whole = (load_weights(tmp_path / name / "final") for name in ("killed", "uninterrupted"))
-    assert all(torch.equal(killed[name], whole[name]) for name in whole)
+        require_same(tmp_path / "continued", tmp_path / "first")
+    require_close(tmp_path / "continued", tmp_path / "first")
 
 
 @pytest.mark.slow

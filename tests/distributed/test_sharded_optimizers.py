@@ -1,13 +1,13 @@
 """Optimizers on sharded weights: the same training as one process, and state that resumes on any layout."""
 
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from benchmark_checkpointing import LiveBytes
 from helpers.cases import check_each, n_steps
-from helpers.groups import Case, free_port, losses, run_group, start_ranks
+from helpers.compare_runs import copy_without, losses, relative
+from helpers.groups import Case, free_port, run_group, start_ranks
 from toolkit_plan.measure.inputs import MemoryInputs
 from toolkit_plan.measure.optimizer import optimizer_bytes, update_bytes
 from toolkit_plan.measure.parameters import stored_parameters
@@ -83,17 +83,13 @@ def folder(tmp_path_factory, shared_flags, request):
     run_all(folder, [tuple(part.lstrip("-") for part in case) for case in sorted(wanted)], flags)
     for name, layout, _, source in resumed:
         copy = folder / case_of(name, layout, source=source).name
-        shutil.copytree(folder / case_of(name, *source.partition("-")[::2]).name, copy)
-        for later in ("step-00000020", "final"):
-            shutil.rmtree(copy / later, ignore_errors=True)
+        copy_without(folder / case_of(name, *source.partition("-")[::2]).name, copy, "step-00000020", "final")
     run_all(folder, resumed, flags)
     return folder
 
 
 def losses_differ(a, b) -> float:
-    first, second = losses(a), losses(b)
-    assert len(first) == len(second) >= 4
-    return max(abs(x - y) / abs(y) for x, y in zip(first, second, strict=True))
+    return relative(losses(a), losses(b))
 
 
 def weights_differ(a, b) -> float:

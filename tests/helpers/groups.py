@@ -1,6 +1,5 @@
 """Groups of real gloo processes that execute many runs; see rank_worker.py."""
 
-import csv
 import functools
 import json
 import logging
@@ -20,6 +19,7 @@ from unittest import mock
 import torch
 
 from helpers import rank_worker
+from helpers.compare_runs import losses as losses
 from toolkit import extension
 
 # A fork server with all imports done starts real processes quickly. The test process itself must not be forked later,
@@ -140,11 +140,6 @@ def run_uninterrupted_and_killed_twice(words: list[str], folder: Path) -> None:
     output, errors = last.communicate()
     assert last.returncode == 0, errors
     assert "resuming from" in output
-
-
-def losses(out_dir: Path) -> list[float]:
-    with open(out_dir / "logs" / "metrics.csv", newline="") as file:
-        return [float(row["loss"]) for row in csv.DictReader(file) if row["loss"]]
 
 
 def read_until(process: Any, text: str) -> None:
