@@ -438,10 +438,9 @@ def test_run_without_standard_streams_trains(streams, corpus, tmp_path):
 
 
 def test_import_of_torch_is_said_on_a_terminal(tmp_path):
-    (tmp_path / "torch" / "optim").mkdir(parents=True)
+    (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("import torch.stop")
     (tmp_path / "torch" / "stop.py").write_text("raise KeyboardInterrupt")
-    (tmp_path / "torch" / "optim" / "__init__.py").write_text('__all__ = ["AdamW"]')
     words = [sys.executable, "-m", "toolkit", "pretrain", "pico-llama", "--train.max_steps", "1"]
     parent, child = pty.openpty()
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
