@@ -43,34 +43,24 @@ def setup(
     from toolkit.inference.chat import Conversation, find_template
     from toolkit.inference.load import load_checkpoint
 
-    sampling = shared.sampling
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": shared.sampling, "seed": seed}
     hint = f"is not supported with --prompt_style {prompt_style}; remove one of them"
     require_option(chat_template is None or prompt_style is None, "chat_template", chat_template, hint)
     loaded = load_checkpoint(checkpoint_dir, **shared.loading)
     template = find_template(loaded.tokenizer, prompt_style, chat_template)
     notes: list[str] = []
-    conversation = Conversation(
-        loaded.model,
-        loaded.tokenizer,
-        template,
-        system=system,
-        max_new_tokens=max_new_tokens,
-        sampling=sampling,
-        seed=seed,
-        notice=notes.append,
-    )
-    if prompt is not None:
-        answer(conversation, require_text(read_stdin() if prompt == "-" else prompt), notes)
-        return
-    is_interactive = sys.stdin.isatty()
+    options |= {"system": system, "notice": notes.append}
+    conversation = Conversation(loaded.model, loaded.tokenizer, template, **options)
+    is_interactive = prompt is None and sys.stdin.isatty()
     if is_interactive:
-        for line in (
-            f"{loaded.folder} on {loaded.device}; template: {template.name}",
-            *template.notes,
-            f"{END} or Ctrl-D ends, Ctrl-C interrupts an answer",
-        ):
+        heading = f"{loaded.folder} on {loaded.device}; template: {template.name}"
+        for line in (heading, *template.notes, f"{END} or Ctrl-D ends, Ctrl-C interrupts an answer"):
             notice(line)
-    for question in read_questions(is_interactive):
+    if prompt is None:
+        questions = read_questions(is_interactive)
+    else:
+        questions = iter([require_text(read_stdin() if prompt == "-" else prompt)])
+    for question in questions:
         try:
             answer(conversation, question, notes)
         except KeyboardInterrupt:

@@ -67,7 +67,7 @@ class CausalSelfAttention(nn.Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads or groups, T, head_size)
         k, v = visible_keys(k, v, attn_mask, cache)
         y = attend(q, k, v, attn_mask, self.scale, self.softcap, self.sinks)
-        return self.proj(y.transpose(1, 2).reshape(B, T, self.n_head * self.head_size))
+        return self.proj(y.transpose(1, 2).flatten(2))
 
     def _cross_projection(self, x: Tensor, kv_source: Tensor) -> Tensor:
         """Project queries from x, keys and values from kv_source.

@@ -80,7 +80,7 @@ class LatentAttention(nn.Module):
         width = max(self.head_size, self.v_size)
         q, k, v = (F.pad(t, (0, width - t.size(-1))) if t.size(-1) < width else t for t in (q.transpose(1, 2), k, v))
         y = attend(q, k, v, attn_mask, self.scale)
-        return self.proj(y[..., : self.v_size].transpose(1, 2).reshape(B, T, self.n_head * self.v_size))
+        return self.proj(y[..., : self.v_size].transpose(1, 2).flatten(2))
 
     def _keys_and_values(self, latent: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
         """Expand latents (B, 1, keys, kv_lora_rank) and shared keys to keys (B, n_head, keys, head_size) and values."""
