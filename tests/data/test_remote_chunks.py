@@ -16,10 +16,10 @@ import pyarrow
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 from helpers.cases import check_each, slow_except
+from helpers.compare_runs import assert_same_weights
 from helpers.groups import losses, read_until
 from helpers.hub_stub import Hub
 from helpers.processes import start
-from training.test_keep_best import same_weights
 
 from toolkit.cli import main
 from toolkit.data import LitData
@@ -379,7 +379,7 @@ def test_s2_run_killed_at_random_is_bit_equal(server, tmp_path, devices, workers
         shutil.rmtree(tmp_path / "cache-killed", ignore_errors=kills % 2 == 1)
     run(tmp_path, "killed", server.environ, **more)
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
-    assert same_weights(tmp_path / "killed" / "final", tmp_path / "whole" / "final")
+    assert_same_weights(tmp_path / "killed" / "final", tmp_path / "whole" / "final")
 
 
 @pytest.mark.slow

@@ -14,11 +14,11 @@ import numpy as np
 import pyarrow
 import pytest
 from helpers.cases import check_each
+from helpers.compare_runs import assert_same_weights
 from helpers.corpus import WORDS
 from helpers.groups import losses, read_until
 from helpers.processes import start
 from pyarrow import parquet
-from training.test_keep_best import same_weights
 
 from toolkit.cli import main
 from toolkit.data import HuggingFaceText
@@ -408,7 +408,7 @@ def test_s2_streamed_run_killed_at_random_is_bit_equal(folder, tmp_path, devices
     _, errors = last.communicate()
     assert last.returncode == 0, errors
     assert kills and losses(tmp_path / "killed") == losses(tmp_path / "whole")
-    assert same_weights(tmp_path / "killed" / "final", tmp_path / "whole" / "final")
+    assert_same_weights(tmp_path / "killed" / "final", tmp_path / "whole" / "final")
 
 
 def test_budget_evicts_the_oldest_segments_that_nobody_reads(folder, tmp_path, monkeypatch):

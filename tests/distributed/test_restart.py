@@ -8,10 +8,10 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from helpers.compare_runs import assert_same_weights
 from helpers.groups import read_until
 from helpers.processes import PRETRAIN, ended, failing, finish, flags_for, folders, group_members, pretrain, start
 
-from tests.training.test_run import assert_same_weights
 from toolkit.distributed import restarts
 from toolkit.distributed.signals import restore_handlers_on_exit
 

@@ -10,9 +10,13 @@ from toolkit.checkpoints.adapters import ADAPTERS
 from toolkit.checkpoints.weights import load_state, load_weights
 
 
-def column(run: Path, name: str) -> list[float]:
+def rows_of(run: Path) -> list[dict[str, str]]:
     with open(run / "logs" / "metrics.csv", newline="") as file:
-        return [float(row[name]) for row in csv.DictReader(file) if row[name]]
+        return list(csv.DictReader(file))
+
+
+def column(run: Path, name: str) -> list[float]:
+    return [float(row[name]) for row in rows_of(run) if row[name]]
 
 
 def losses(run: Path) -> list[float]:
@@ -25,17 +29,24 @@ def relative(a: list[float], b: list[float]) -> float:
     return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
 
 
-def trained(run: Path) -> dict[str, torch.Tensor]:
+def trained(run: Path, name: str = "final") -> dict[str, torch.Tensor]:
     """Return the adapters of a run, or its weights."""
-    adapters = run / "final" / ADAPTERS
-    return load_state(adapters) if adapters.exists() else load_weights(run / "final")
+    adapters = run / name / ADAPTERS
+    return load_state(adapters) if adapters.exists() else load_weights(run / name)
+
+
+def assert_same_weights(a: Path, b: Path) -> None:
+    """Compare the weights or adapters of two checkpoints bit for bit."""
+    first, second = (trained(folder.parent, folder.name) for folder in (a, b))
+    assert first.keys() == second.keys()
+    for name in first:
+        assert torch.equal(first[name], second[name]), name
 
 
 def require_same(run: Path, reference: Path) -> None:
     """Compare losses and final weights bit for bit."""
     assert losses(run) == losses(reference)
-    weights, expected = trained(run), trained(reference)
-    assert weights.keys() == expected.keys() and all(torch.equal(weights[name], expected[name]) for name in weights)
+    assert_same_weights(run / "final", reference / "final")
 
 
 def require_close(run: Path, reference: Path, atol: float = 0.0) -> dict[str, torch.Tensor]:

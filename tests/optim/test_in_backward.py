@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.cases import check_each, slow_except
+from helpers.compare_runs import assert_same_weights, rows_of
 from helpers.steps import one_step
 
-from tests.training.test_run import arguments, assert_same_weights, rows_of
+from tests.training.test_run import arguments
 from toolkit.checkpoints.weights import load_state
 from toolkit.config import OptimizerArgs
 from toolkit.data.batch import Batch

@@ -7,13 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers.cases import check_each, slow_except
+from helpers.compare_runs import assert_same_weights, losses, rows_of
 from helpers.groups import Case, run_group
 from helpers.small_runs import text_data
 from pytorch_optimizer import SOAP
 from schedulefree import AdamWScheduleFree
 from toolkit_plan.measure.optimizer import state_bytes
 
-from tests.training.test_run import arguments, assert_same_weights, losses, rows_of
+from tests.training.test_run import arguments
 from toolkit.checkpoints.run.optimizer_state import _fill
 from toolkit.checkpoints.weights import load_state, load_weights
 from toolkit.cli import main

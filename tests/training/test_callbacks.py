@@ -1,6 +1,5 @@
 """Callbacks: the order of the moments, metrics of one's own, stopping, errors, and --train.patience."""
 
-import csv
 import json
 import shutil
 import subprocess
@@ -9,6 +8,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from helpers.compare_runs import rows_of
 from helpers.small_runs import text_data
 
 from toolkit.checkpoints.folder import read_model_config
@@ -128,11 +128,6 @@ def test_module_that_exits_is_named(pretrain, tmp_path, capsys):
     assert "--callbacks leaving_callbacks.C: leaving_callbacks calls sys.exit(0)" in (capsys.readouterr().err)
 
 
-def rows(tmp_path) -> list[dict]:
-    with open(tmp_path / "run" / "logs" / "metrics.csv") as file:
-        return list(csv.DictReader(file))
-
-
 def test_moments_come_in_order_and_metrics_become_columns(pretrain, tmp_path):
     (tmp_path / "run.yaml").write_text(
         "callbacks:\n- class_path: my_callbacks.Recorder\n  init_args: {path: seen.txt}\n"
@@ -146,12 +141,12 @@ def test_moments_come_in_order_and_metrics_become_columns(pretrain, tmp_path):
         step.format(3), "on_checkpoint_saved step-00000003", step.format(4), "on_log 4 True",
         "on_checkpoint_saved final", "on_train_end 4",
     ]  # fmt: skip
-    assert [float(row["largest_gradient"]) > 0 for row in rows(tmp_path)] == [True, True]
+    assert [float(row["largest_gradient"]) > 0 for row in rows_of(tmp_path / "run")] == [True, True]
     # resumed without the callback: its column and its values stay
     assert pretrain("--resume", "run/step-00000003", "--out_dir", "other", "--train.log_interval", "1", steps=5) == 0
-    before = rows(tmp_path)
+    before = rows_of(tmp_path / "run")
     assert pretrain("--resume", "auto", steps=5) == 0
-    after = rows(tmp_path)
+    after = rows_of(tmp_path / "run")
     assert after[:2] == before and after[-1]["largest_gradient"] == ""
 
 
@@ -170,8 +165,8 @@ def test_callbacks_written_for_the_trainer_run_unchanged_and_end_the_run(pretrai
     ):
         assert line in lines
     assert any(line.startswith("val_loss 5.") and line.endswith(" in mine") for line in lines)
-    assert (tmp_path / "run" / "final" / "COMPLETE").is_file() and rows(tmp_path)[-1]["step"] == "1"
-    assert float(rows(tmp_path)[-1]["grad_q75"]) > 0
+    assert (tmp_path / "run" / "final" / "COMPLETE").is_file() and rows_of(tmp_path / "run")[-1]["step"] == "1"
+    assert float(rows_of(tmp_path / "run")[-1]["grad_q75"]) > 0
 
 
 @pytest.mark.slow
@@ -185,7 +180,7 @@ def test_one_rank_that_asks_stops_all(corpus, tmp_path):
         "--train.max_steps", "4", "--out_dir", "run", "--callbacks", stop,
     ]  # fmt: skip
     subprocess.run(command, cwd=tmp_path, check=True)
-    assert rows(tmp_path)[-1]["step"] == "2"
+    assert rows_of(tmp_path / "run")[-1]["step"] == "2"
 
 
 def test_an_error_in_a_callback_names_it(pretrain, tmp_path, capsys):
@@ -223,7 +218,7 @@ def test_patience_stops_early_and_survives_a_resume(pretrain, tmp_path, monkeypa
     assert pretrain(*flags, "2", "--resume", "auto", steps=12) == 0
     assert "the run is finished, nothing to do" in capsys.readouterr().out
     assert pretrain(*flags, "4", "--resume", "auto", steps=12) == 0
-    assert rows(tmp_path)[-1]["step"] == "12"
+    assert rows_of(tmp_path / "run")[-1]["step"] == "12"
 
 
 def test_s2_states_of_callbacks_are_resumed_by_name(pretrain, tmp_path, capsys):
@@ -281,7 +276,7 @@ def test_metrics_of_callbacks_are_shown_and_decide_and_resume(pretrain, tmp_path
     assert [line.rpartition(" | ")[2] for line in shown if "| validation " in line] == [
         f"validation my score {score} ± 0.01" for score in ("nan", "0.2", "0.5", "0.3")
     ]
-    assert [row["val_my_score"] for row in rows(tmp_path)] == ["nan", "0.2", "0.5", "0.3"]
+    assert [row["val_my_score"] for row in rows_of(tmp_path / "run")] == ["nan", "0.2", "0.5", "0.3"]
     assert step_of(out / "best") == 3
     states = read_callback_states(out / "final")
     assert states["KeepBest"] == {"val_my_score": 0.5, "is_higher_better": True}

@@ -5,10 +5,10 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
+from helpers.compare_runs import assert_same_weights
 from helpers.processes import finish, flags_for, pretrain
 from helpers.s3 import BUCKET, serve
 
-from tests.training.test_run import assert_same_weights
 from toolkit.config import TrainArgs
 from toolkit.errors import GuardError
 from toolkit.training import control_files

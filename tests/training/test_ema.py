@@ -5,10 +5,11 @@ import shutil
 import pytest
 import torch
 from helpers.cases import check_each, slow_except
+from helpers.compare_runs import assert_same_weights, losses, rows_of
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.training.test_run import arguments, assert_same_weights, losses, rows_of
+from tests.training.test_run import arguments
 from toolkit.checkpoints.run.optimizer_state import load_optimizer
 from toolkit.checkpoints.run.state_dicts import full_state
 from toolkit.checkpoints.weights import load_state, load_weights, save_state

@@ -9,6 +9,7 @@ import pytest
 import torch
 import yaml
 from helpers.cases import slow_except
+from helpers.compare_runs import assert_same_weights, require_same
 from helpers.small_runs import write_base
 from torch.nn import functional as F
 
@@ -119,10 +120,7 @@ def test_s2_interrupted_run_is_bit_equal(base, questions, tmp_path, command, mor
     run_training(arguments(command, base, questions, tmp_path / "a", *options, *constant))
     run_training(arguments(command, base, questions, tmp_path / "b", *options, *schedule))
     run_training(arguments(command, base, questions, tmp_path / "b", *options, *constant, "--resume", "auto"))
-    assert losses(tmp_path / "a") == losses(tmp_path / "b")
-    file = ADAPTERS if command is finetune_lora else "lit_model.pth"
-    first, second = (load_state(tmp_path / run / "final" / file) for run in "ab")
-    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    require_same(tmp_path / "a", tmp_path / "b")
 
 
 def test_n2_losses_do_not_depend_on_the_micro_batch_size(base, questions, tmp_path):
@@ -160,8 +158,7 @@ def test_hyperparameters_yaml_repeats_the_run(base, questions, tmp_path):
     assert yaml.safe_load(config.read_text())["lora_r"] == 4
     words = ["--config", str(config), "--out_dir", str(tmp_path / "b")]
     run_training(run_args(**parse("finetune_lora", words)))
-    first, second = (load_state(tmp_path / run / "final" / ADAPTERS) for run in "ab")
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert_same_weights(tmp_path / "a" / "final", tmp_path / "b" / "final")
 
 
 def test_all_tokenizer_files_are_copied_to_every_output(base, questions, tmp_path):

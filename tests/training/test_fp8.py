@@ -6,8 +6,9 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from helpers.compare_runs import assert_same_weights, losses
 
-from tests.training.test_run import arguments, assert_same_weights, losses
+from tests.training.test_run import arguments
 from toolkit.checkpoints.weights import load_state, load_weights
 from toolkit.errors import UserError
 from toolkit.models.activation_checkpointing import checkpoint_blocks

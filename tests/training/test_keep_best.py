@@ -5,12 +5,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
+from helpers.compare_runs import assert_same_weights
 from helpers.groups import Case, run_group
 from helpers.small_runs import text_data
 
-from toolkit.checkpoints.adapters import ADAPTERS
-from toolkit.checkpoints.folder import load_model
 from toolkit.checkpoints.store import complete_checkpoints, newest, step_of
 from toolkit.checkpoints.weights import load_state
 from toolkit.cli import main
@@ -43,11 +41,6 @@ def pretrain(flags: list[str], out: Path, steps: int, *more: str) -> int:
     return main(["pretrain", *flags, "--out_dir", str(out), "--train.max_steps", str(steps), *more])
 
 
-def same_weights(a: Path, b: Path) -> bool:
-    first, second = (load_model(folder).state_dict() for folder in (a, b))
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
-
-
 def best_loss(folder: Path) -> float:
     return load_state(folder / "trainer" / "callbacks.pth")["KeepBest"]["val_loss"]
 
@@ -58,7 +51,7 @@ def test_first_checkpoint_with_the_lowest_loss_is_kept(flags, fake_losses, tmp_p
     assert pretrain(flags, tmp_path / "run", steps, "--train.save_interval", "1", "--train.keep_last", "0") == 0
     best = tmp_path / "run" / "best"
     assert step_of(best) == expected and best_loss(best) == best_loss(tmp_path / "run" / "final") == LOSSES[expected]
-    assert same_weights(best, tmp_path / "run" / f"step-{expected:08d}")
+    assert_same_weights(best, tmp_path / "run" / f"step-{expected:08d}")
 
 
 def test_pruning_keeps_the_best_checkpoint(flags, fake_losses, tmp_path):
@@ -95,7 +88,7 @@ def test_s2_resumed_run_restores_the_best_loss(flags, fake_losses, tmp_path):
     assert step_of(tmp_path / "run" / "best") == 4  # 2.5 and 2.0 are not below
     assert pretrain(flags, tmp_path / "run", 12, "--resume", "auto") == 0
     assert step_of(tmp_path / "run" / "best") == 10
-    assert same_weights(tmp_path / "run" / "best", tmp_path / "uninterrupted" / "best")
+    assert_same_weights(tmp_path / "run" / "best", tmp_path / "uninterrupted" / "best")
 
 
 @pytest.mark.slow
@@ -108,7 +101,7 @@ def test_s2_run_resumes_from_best_if_it_is_the_latest(flags, fake_losses, tmp_pa
     capsys.readouterr()
     assert pretrain(flags, tmp_path / "run", 12, "--resume", "auto") == 0
     assert "best: step 10" in capsys.readouterr().out
-    assert same_weights(tmp_path / "run" / "final", tmp_path / "uninterrupted" / "final")
+    assert_same_weights(tmp_path / "run" / "final", tmp_path / "uninterrupted" / "final")
 
 
 def test_run_resumes_from_later_checkpoints_than_best(flags, fake_losses, tmp_path):
@@ -174,6 +167,5 @@ def test_keep_best_of_adapters_and_shards_on_two_ranks(flags, fake_losses, tmp_p
     for name in ("lora", "sharded"):
         best, final = tmp_path / name / "best", tmp_path / name / "final"
         assert step_of(best) == 4 and best_loss(best) == best_loss(final)
-    first, second = (load_state(tmp_path / "lora" / name / ADAPTERS) for name in ("best", "final"))
-    assert all(torch.equal(first[name], second[name]) for name in second)
-    assert same_weights(tmp_path / "sharded" / "best", tmp_path / "sharded" / "final")
+    assert_same_weights(tmp_path / "lora" / "best", tmp_path / "lora" / "final")
+    assert_same_weights(tmp_path / "sharded" / "best", tmp_path / "sharded" / "final")

@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 import yaml
 from helpers.cases import check_each, slow_except
+from helpers.compare_runs import assert_same_weights, losses
 from helpers.groups import free_port, start_ranks
 from helpers.saving import save_sharded
 from helpers.tiny_configs import NATIVE_CONFIGS
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.training.test_run import arguments, assert_same_weights, losses
+from tests.training.test_run import arguments
 from toolkit.checkpoints.finite import nonfinite_state
 from toolkit.checkpoints.run.optimizer_state import load_optimizer
 from toolkit.checkpoints.run.state_dicts import full_state, sharded_state, tied_names

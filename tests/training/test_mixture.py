@@ -10,11 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
+from helpers.compare_runs import assert_same_weights, losses
 from helpers.failing_data import Endless, EndlessRows
 from helpers.groups import Case, run_group
 from helpers.processes import finish, pretrain
 
-from tests.training.test_run import arguments, assert_same_weights, folders, losses
+from tests.training.test_run import arguments, folders
 from toolkit.cli import main
 from toolkit.data import Mixture, SyntheticTokens, TextFiles
 from toolkit.data.loader import train_batches

@@ -5,6 +5,7 @@ import shutil
 import pytest
 import torch
 from helpers.cases import check_each
+from helpers.compare_runs import rows_of
 from helpers.groups import SERVER, Case, run_group, start_server
 from helpers.groups import losses as losses_of
 from helpers.initialize import initialize
@@ -13,7 +14,6 @@ from helpers.small_runs import write_base, write_rows
 
 from tests.models.test_extension_points import CONFIG
 from tests.training.test_finetune import arguments, losses
-from tests.training.test_run import rows_of
 from toolkit.commands import finetune_full, finetune_lora
 from toolkit.data.batch import NO_ROUNDING, collate
 from toolkit.models.gpt import GPT

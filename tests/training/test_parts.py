@@ -7,11 +7,11 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers.compare_runs import assert_same_weights, rows_of
 from helpers.groups import free_port
 from helpers.processes import finish, flags_for, pretrain
 from helpers.s3 import BUCKET, Faults, serve
 
-from tests.training.test_run import assert_same_weights, rows_of
 from toolkit.checkpoints.manifest import read_manifest
 from toolkit.checkpoints.store import file_names
 from toolkit.io.checksums import find_damage

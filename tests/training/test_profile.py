@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers.cases import has_slow_tests, slow_except
+from helpers.compare_runs import rows_of
 from helpers.groups import Case, losses, run_group
 
-from tests.training.test_run import arguments, rows_of
+from tests.training.test_run import arguments
 from toolkit.cli import main
 from toolkit.cli.parser import parse
 from toolkit.commands import TRAINING

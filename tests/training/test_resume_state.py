@@ -6,12 +6,13 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
+from helpers.compare_runs import losses, rows_of
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision import MixedPrecision
 from torch.amp import GradScaler
 
 from tests.checkpoints.run.test_optimizer_state import Growing
-from tests.training.test_run import arguments, losses, rows_of
+from tests.training.test_run import arguments
 from toolkit.checkpoints.weights import load_state, save_state
 from toolkit.config import FSDPArgs, OptimizerArgs
 from toolkit.errors import UserError

@@ -1,6 +1,5 @@
 """Complete runs, from arguments to disk, with a pico model on a small corpus."""
 
-import csv
 import json
 import math
 import os
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from helpers.compare_runs import assert_same_weights, losses, rows_of
 from helpers.groups import read_until
 from helpers.processes import pretrain
 from helpers.small_runs import text_data
@@ -60,24 +60,8 @@ def prepared(corpus: Path):
     return data.prepare(tokenizer=None, max_seq_length=32, report=lambda line: None)
 
 
-def rows_of(out_dir: Path) -> list[dict[str, str]]:
-    with open(out_dir / "logs" / "metrics.csv", newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def losses(out_dir: Path) -> list[float]:
-    return [float(row["loss"]) for row in rows_of(out_dir) if row["loss"]]
-
-
 def folders(out_dir: Path) -> set[str]:
     return {path.name for path in out_dir.iterdir() if (path / "COMPLETE").exists()}
-
-
-def assert_same_weights(a: Path, b: Path) -> None:
-    first, second = load_weights(a), load_weights(b)
-    assert first.keys() == second.keys()
-    for name in first:
-        assert torch.equal(first[name], second[name]), name
 
 
 def test_run_learns_and_writes_the_documented_layout(corpus, tmp_path, plots):
@@ -429,11 +413,9 @@ def test_n7_grad_scaler_skips_counts_and_resumes(corpus, tmp_path, monkeypatch, 
     run_training(arguments(corpus, tmp_path / "run", train=train))
     assert "steps (GradScaler)" in capsys.readouterr().out
     assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0] - 0.5
-    uninterrupted = load_weights(tmp_path / "run" / "final")
-    shutil.rmtree(tmp_path / "run" / "final")
+    shutil.move(tmp_path / "run" / "final", tmp_path / "uninterrupted")
     run_training(arguments(corpus, tmp_path / "run", train=train, resume="auto"))
-    again = load_weights(tmp_path / "run" / "final")
-    assert all(torch.equal(uninterrupted[name], again[name]) for name in uninterrupted)
+    assert_same_weights(tmp_path / "run" / "final", tmp_path / "uninterrupted")
 
 
 def test_empty_out_dir_is_an_error(corpus):

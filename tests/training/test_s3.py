@@ -12,11 +12,10 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers.compare_runs import assert_same_weights, rows_of
 from helpers.groups import read_until
 from helpers.processes import finish, flags_for, pretrain
 from helpers.s3 import BUCKET, Faults, serve
-
-from tests.training.test_run import assert_same_weights, rows_of
 
 pytestmark = pytest.mark.slow
 TRAIN = {"max_steps": 40, "save_interval": 4, "keep_last": 2, "log_interval": 1}

@@ -1,6 +1,5 @@
 """Samples during training: the prompt, the text, and that they do not affect training."""
 
-import csv
 import io
 import re
 from dataclasses import replace
@@ -9,14 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.compare_runs import column, require_same
 from helpers.groups import Case, run_group
 from helpers.small_runs import write_base, write_rows
 from torch import nn
 
 from toolkit import api
-from toolkit.checkpoints.adapters import ADAPTERS
 from toolkit.checkpoints.folder import load_model
-from toolkit.checkpoints.weights import load_state
 from toolkit.cli import main
 from toolkit.data.base import PreparedData
 from toolkit.data.tokenizer import Tokenizer
@@ -54,16 +52,6 @@ def samples(printed: str) -> dict[int, tuple[str, str]]:
     return {int(step): (prompt, re.sub("^    ", "", answer, flags=re.M).rstrip("\n")) for step, prompt, answer in found}
 
 
-def curves(out: Path) -> list[tuple[str, str]]:
-    with open(out / "logs" / "metrics.csv", newline="") as file:
-        return [(row["loss"], row["val_loss"]) for row in csv.DictReader(file)]
-
-
-def assert_same_adapters(a: Path, b: Path) -> None:
-    first, second = (load_state(out / "final" / ADAPTERS) for out in (a, b))
-    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
-
-
 def test_samples_do_not_affect_training_and_match_the_final_model(shared, tmp_path, capsys):
     """With dropout, whose random numbers a sample must not change."""
     flags = [*shared, "--lora_dropout", "0.2", "--eval.initial_validation", "true"]
@@ -75,8 +63,8 @@ def test_samples_do_not_affect_training_and_match_the_final_model(shared, tmp_pa
             shown = samples(printed)
         else:
             assert not samples(printed)
-    assert curves(tmp_path / "with") == curves(tmp_path / "without")
-    assert_same_adapters(tmp_path / "with", tmp_path / "without")
+    require_same(tmp_path / "with", tmp_path / "without")
+    assert column(tmp_path / "with", "val_loss") == column(tmp_path / "without", "val_loss")
     assert list(shown) == [0, 2, 4, 6]
     assert len({prompt for prompt, _ in shown.values()}) == 1 and shown[0][0].startswith("token")
     assert shown[0][1] != shown[6][1]  # the model has learned something
@@ -178,7 +166,7 @@ def test_s6_all_ranks_sample_together(shared, tmp_path, capsys):
     assert main(["finetune_lora", *shared, "--eval.max_new_tokens", "10", "--out_dir", str(tmp_path / "one")]) == 0
     one = samples(capsys.readouterr().out)
     run_group(tmp_path, 2, [Case(n, [*fsdp, k], command="finetune_lora") for n, k in lengths.items()], shared)
-    assert curves(tmp_path / "with") == curves(tmp_path / "without")
-    assert_same_adapters(tmp_path / "with", tmp_path / "without")
+    require_same(tmp_path / "with", tmp_path / "without")
+    assert column(tmp_path / "with", "val_loss") == column(tmp_path / "without", "val_loss")
     first, second = (samples((tmp_path / "group-of-2-0" / f"{rank}.out").read_text()) for rank in (0, 1))
     assert list(one) == [2, 4, 6] and first == one and not second

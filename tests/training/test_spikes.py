@@ -1,11 +1,11 @@
 """--train.skip_spikes: OLMo's rule, the same decision in every layout, and a resume that is bit-equal."""
 
-import csv
 import json
 import shutil
 
 import pytest
 import torch
+from helpers.compare_runs import assert_same_weights, column
 from helpers.groups import losses
 from helpers.processes import finish, flags_for, pretrain
 from helpers.steps import one_step
@@ -13,7 +13,6 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
 
 from tests.optim.test_update import adamw, batch
-from tests.training.test_run import assert_same_weights
 from toolkit.training.callbacks.spikes import WINDOW, SkipSpikes
 
 
@@ -60,8 +59,7 @@ def run(corpus, out, *flags):
     process = pretrain(*flags_for(corpus, out, **train), *flags)
     _, err = finish(process)
     assert process.returncode == 0, err
-    with open(out / "logs" / "metrics.csv", newline="") as file:
-        return [int(float(row["skipped_steps"])) for row in csv.DictReader(file)]
+    return [int(step) for step in column(out, "skipped_steps")]
 
 
 @pytest.mark.slow

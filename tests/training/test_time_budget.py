@@ -1,6 +1,5 @@
 """Runs whose only limit is ``--train.max_time``, on a clock that a test controls."""
 
-import csv
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -10,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.compare_runs import rows_of
 from helpers.groups import Case, run_group
 
 from toolkit.checkpoints.weights import load_weights
@@ -52,8 +52,7 @@ def train(corpus) -> Iterator[Callable[..., list[dict[str, float]]]]:
             resume=resume,
         )  # fmt: skip
         run_training(args, callbacks)
-        with open(out / "logs" / "metrics.csv", newline="") as file:
-            return [{name: float(cell or "nan") for name, cell in row.items()} for row in csv.DictReader(file)]
+        return [{name: float(cell or "nan") for name, cell in row.items()} for row in rows_of(out)]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "time", clock)

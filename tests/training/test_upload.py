@@ -10,20 +10,18 @@ from pathlib import Path
 
 import fsspec
 import pytest
-import torch
+from helpers.compare_runs import assert_same_weights, rows_of
 from helpers.groups import free_port, read_until
 from helpers.processes import Forked, finish, flags_for, pretrain
 from helpers.slow_writes import writes_that_last
 from helpers.small_runs import write_base, write_rows
 
 import toolkit
-from tests.training.test_run import arguments, assert_same_weights, rows_of
+from tests.training.test_run import arguments
 from toolkit import Callback
-from toolkit.checkpoints.adapters import ADAPTERS
 from toolkit.checkpoints.remote.uploader import Uploader
 from toolkit.checkpoints.run.resume import resolve_resume
 from toolkit.checkpoints.store import newest, write_model_folder
-from toolkit.checkpoints.weights import load_state
 from toolkit.cli import main
 from toolkit.distributed import ranks
 from toolkit.errors import CallbackError, GuardError, UserError
@@ -197,10 +195,7 @@ def test_adapters_on_a_remote_base_resume_on_a_clean_machine(corpus, tmp_path):
     out, err = finish(second)
     assert second.returncode == 0 and "downloading" in out, err
     for name in ("best", "final"):
-        one, other = (
-            load_state(folder / name / ADAPTERS) for folder in (tmp_path / "local", tmp_path / "bucket" / "run")
-        )
-        assert all(torch.equal(one[key], other[key]) for key in one), name
+        assert_same_weights(tmp_path / "local" / name, tmp_path / "bucket" / "run" / name)
     assert main(["generate", f"{url}/final", "--prompt", "token"]) == 0
 
 

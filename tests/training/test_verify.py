@@ -1,6 +1,5 @@
 """S7 verified-bytes and N7 finite-or-stop of complete runs."""
 
-import csv
 import json
 import shutil
 from copy import deepcopy
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.cases import slow_except
+from helpers.compare_runs import assert_same_weights, rows_of
 from helpers.small_runs import text_data
 
 from toolkit.checkpoints.weights import load_state, load_weights, save_state
@@ -60,8 +60,7 @@ def resume(flags, out: Path, capsys, how="auto", *more: str) -> tuple[int, str, 
 
 
 def steps(run: Path) -> list[int]:
-    with open(run / "logs" / "metrics.csv", newline="") as file:
-        return [int(row["step"]) for row in csv.DictReader(file)]
+    return [int(row["step"]) for row in rows_of(run)]
 
 
 DAMAGED = ["lit_model.pth", "trainer/state.pth", "COMPLETE", "trainer/meta.json"]
@@ -79,8 +78,7 @@ def test_s7_auto_skips_a_damaged_checkpoint(finished, run, flags, capsys, name):
         "logs", "final", "step-00000006", "damaged-step-00000006"
     }  # fmt: skip
     assert steps(run) == [1, 2, 3, 4, 5, 6, 7]
-    found, expected = load_weights(run / "final"), load_weights(finished / "final")
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert_same_weights(run / "final", finished / "final")
     assert main(["verify", str(step(run, 6))]) == 0
 
 

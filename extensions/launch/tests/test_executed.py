@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from helpers.compare_runs import assert_same_weights
 from helpers.groups import free_port
 from helpers.processes import clean, common_flags
 from helpers.s3 import BUCKET, serve
 from helpers.small_runs import text_data
 
 from extensions.launch.tests.test_launch import OPTIONS, command_of
-from tests.training.test_run import assert_same_weights
 from toolkit.cli import main
 
 pytestmark = pytest.mark.slow
