@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from toolkit.data.base import PreparedData
     from toolkit.data.batch import Batch
 
 LOSS = "loss"
@@ -47,10 +48,10 @@ class Objective(ABC):
         is_likelihood: Whether the loss is the negative log-likelihood per supervised token, in nats.
         looks_ahead: Whether ``sums`` depends on other batches of the step.
         frozen_option: Option that names the checkpoint of a frozen model; "" if the objective needs none.
-        frozen: This model, as the strategy wraps it; set before training.
+        frozen: This model, as the strategy wraps it; set in the copy of the objective that a run trains with.
         row_kind: What the objective needs a row of instruction data to be.
         rows_per_sample: Rows of a forward pass for each sample of a micro-batch.
-        has_reference: Whether the loss compares with a reference model, see :mod:`toolkit.training.reference`.
+        has_reference: Whether the loss compares with a reference model.
         head: The score layer that the objective trains; None trains a language model.
         higher_is_better: Whether the highest value is the best one, by part or metric, for ``--eval.best_by``.
         outputs: In a validation a list, to which ``sums`` may add what :meth:`metrics` needs; otherwise None.
@@ -71,6 +72,22 @@ class Objective(ABC):
     outputs: Any = None
     epochs: ClassVar[float | None] = None
     learning_rates: ClassVar[tuple[float, float]] = (2e-4, 2e-5)
+
+    def for_run(self, args: Any) -> Objective:
+        """Return the objective with defaults that depend on the options of a run.
+
+        Args:
+            args: A :class:`toolkit.planning.run_args.RunArgs`.
+        """
+        return self
+
+    def prepare(self, launch: Any) -> PreparedData:
+        """Return the data of a run, with what the objective computes for it before training. Collective.
+
+        Args:
+            launch: A :class:`toolkit.training.launch.Launch`: the processes run, and no model is built.
+        """
+        return launch.data
 
     def parts(self, module: nn.Module) -> tuple[Part, ...]:
         """Return the parts for a model. ``sums`` must return every part with a nonzero weight."""

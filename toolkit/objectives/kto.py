@@ -1,8 +1,8 @@
 """Kahneman-Tversky optimization: completions that are good or bad, without pairs."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from toolkit.config.checks import require_positive
 from toolkit.models.labels import TOKENS
@@ -57,6 +57,11 @@ class KTO(Objective):
     @property
     def frozen_option(self) -> str:  # type: ignore[override]
         return "" if self.reference_dir is None else "reference_dir"
+
+    def for_run(self, args: Any) -> "KTO":
+        if args.command == "finetune_full" and self.reference_dir is None:
+            return replace(self, reference_dir=args.initial_checkpoint_dir)
+        return self
 
     def parts(self, module: "nn.Module") -> tuple[Part, ...]:
         names = {"reward_chosen": GOOD, "reward_rejected": BAD, "log_prob_chosen": GOOD, "log_prob_rejected": BAD}

@@ -18,7 +18,7 @@ a(y) is log p(y) / abs(y). With label smoothing e, -log s(z) becomes -(1 - e) lo
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, get_args
 
 from toolkit.config.checks import require_not_negative, require_positive
 from toolkit.errors import require_option
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from toolkit.data.base import PreparedData
     from toolkit.data.batch import Batch
 
 LossType = Literal["sigmoid", "sigmoid_norm", "ipo", "hinge", "apo_zero"]
@@ -197,6 +198,11 @@ class DPO(LikelihoodObjective):
             "reward_rejected": self.beta * rejected.ratio,
             "sft_loss": sft_loss,
         }
+
+    def prepare(self, launch: Any) -> "PreparedData":
+        from toolkit.training.reference import with_reference
+
+        return with_reference(launch)
 
     def reference(self, model: "nn.Module", batch: "Batch", device: "torch.device") -> "Tensor":
         from toolkit.models.lora import has_adapters

@@ -29,7 +29,7 @@ from toolkit.errors import UserError, require_option
 from toolkit.models.config import ModelOverrides
 from toolkit.models.config_checks import HeadName
 from toolkit.models.lora_config import LoRAConfig, LoRAOptions
-from toolkit.objectives import HEADS, KTO, NextToken, Objective
+from toolkit.objectives import HEADS, NextToken, Objective
 from toolkit.planning.options import check_options
 from toolkit.planning.own_tokenizer import use_frozen_vocabulary, use_own_tokenizer
 from toolkit.planning.run_args import RunArgs, with_options
@@ -176,8 +176,7 @@ def run_args(options: TrainingOptions, **objects: Any) -> RunArgs:
     if args.train.learning_rate == AUTO:
         rates = args.objective.learning_rates if args.is_finetune else (TrainArgs.learning_rate,) * 2
         args = with_options(args, {"train.learning_rate": rates[args.lora is None]})
-    if isinstance(args.objective, KTO) and args.command == "finetune_full" and args.objective.reference_dir is None:
-        args = with_options(args, {"objective.reference_dir": args.initial_checkpoint_dir})
+    args = replace(args, objective=args.objective.for_run(args))
     if not is_dataclass(args.objective):
         raise UserError(
             f"--objective {type(args.objective).__name__}: must be a dataclass; add @dataclass to the class"

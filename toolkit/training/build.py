@@ -1,6 +1,7 @@
 """Build the parts of a run from its launch: the data reader, the model, the optimizer and the checkpointer."""
 
 from contextlib import ExitStack
+from copy import copy
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from toolkit.distributed import ranks
 from toolkit.distributed.device import choose_attention_kernels
 from toolkit.distributed.private_lightning import FabricModule
 from toolkit.models.attention_dispatch import needs_masks
+from toolkit.objectives.base import Objective
 from toolkit.optim.classes import build_optimizer
 from toolkit.optim.update import set_learning_rate
 from toolkit.planning.frozen import find_frozen
@@ -33,20 +35,17 @@ def build_reader(launch: Launch, stack: ExitStack) -> DataReader:
     return reader
 
 
-def build_models(launch: Launch, stack: ExitStack) -> FabricModule:
-    """Build the objective's frozen model, if it has one, and the trained model, wrapped for the strategy.
-
-    ``stack`` drops the frozen model when the run ends.
-    """
+def build_models(launch: Launch) -> tuple[Objective, FabricModule]:
+    """Return the objective with its frozen model, if it has one, and the trained model, wrapped for the strategy."""
     config, state, fabric, report = launch.config, launch.state, launch.fabric, launch.display.message
-    args, source = config.args, config.args.base_dir
+    args, source, objective = config.args, config.args.base_dir, config.args.objective
     if (gpt := state.model.meta_model) is not None and args.optimizer_class is None:
         require_memory(config, gpt)
     if state.frozen is not None:
-        folder = find_frozen(args.objective)
+        folder = find_frozen(objective)
         assert folder is not None
-        args.objective.frozen = build_frozen(launch, state.frozen, folder)
-        stack.callback(setattr, args.objective, "frozen", None)
+        objective = copy(objective)
+        objective.frozen = build_frozen(launch, state.frozen, folder)
     choose_attention_kernels(
         fixed_shapes=not state.longest_ragged, has_masks=needs_masks(state.model.config, config.max_seq_length)
     )
@@ -68,7 +67,7 @@ def build_models(launch: Launch, stack: ExitStack) -> FabricModule:
     seed_generators(args.seed, ranks.global_rank())  # otherwise dropout would be the same on all ranks
     if (note := describe_rounding(launch, model)) is not None:
         report(note)
-    return model
+    return objective, model
 
 
 def build_frozen(launch: Launch, spec: ModelSpec, folder: Path, is_exact: bool = False) -> FabricModule:

@@ -41,7 +41,6 @@ from toolkit.training.data_reader import DataReader
 from toolkit.training.describe import describe_run
 from toolkit.training.launch import Launch, detect_devices, is_alone, launch_run
 from toolkit.training.rank_consistency import disk_leaders
-from toolkit.training.reference import with_reference
 from toolkit.training.run import Callback, Metrics, Run, callback_states, load_callback_states, overrides
 from toolkit.training.step import StepResult, train_step
 from toolkit.training.trace import DATA_WAIT
@@ -114,7 +113,7 @@ def open_run(
         return None
     made = {} if launch.is_short else make_callbacks(launch, stack)
     callbacks = [*callbacks, *make_answer_metrics(launch, stack)]
-    launch = replace(launch, data=with_reference(launch))
+    launch = replace(launch, data=launch.args.objective.prepare(launch))
     state, display = launch.state, launch.display
     reader = build_reader(launch, stack)
     display.total_steps = state.limits.total_steps
@@ -123,7 +122,7 @@ def open_run(
     stack.enter_context(oom_advice(launch.config))
     for line in describe_run(launch, reader):
         display.message(line)
-    model = build_models(launch, stack)
+    objective, model = build_models(launch)
     checkpointer = build_checkpointer(launch, model)
     optimizer: Any = launch.fabric.setup_optimizers(checkpointer.optimizer)
     if launch.args.dry_run:
@@ -145,6 +144,7 @@ def open_run(
         callbacks=all_callbacks,
         reader=reader,
         token_bytes=None if tokenizer is None else tokenizer.token_bytes(),
+        objective=objective,
         model=model,
         checkpointer=checkpointer,
         optimizer=optimizer,

@@ -106,6 +106,7 @@ class Run(Launch):
     Args:
         callbacks: All callbacks in order.
         token_bytes: Number of UTF-8 bytes per token; None without a tokenizer.
+        objective: The objective of the options, with its frozen model.
         optimizer: The optimizer as Fabric wraps it.
         skipped_steps: Steps in this launch without an update, because of the fp16 GradScaler or a spike.
         stop_reason: Why to stop before the next step; None to go on.
@@ -115,6 +116,7 @@ class Run(Launch):
     callbacks: list[Callback]
     reader: DataReader
     token_bytes: np.ndarray | None
+    objective: Objective
     model: FabricModule
     checkpointer: Checkpointer
     optimizer: Any
@@ -134,10 +136,6 @@ class Run(Launch):
     @property
     def progress(self) -> Progress:
         return self.state.progress
-
-    @property
-    def objective(self) -> Objective:
-        return self.args.objective
 
     def request_stop(self, reason: str) -> None:
         """Stop the run before the next step and write ``final/``. One rank may call this alone."""
