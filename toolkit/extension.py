@@ -25,6 +25,7 @@ BUILT_IN = (
     "toolkit_foreign",
     "toolkit_interop",
     "toolkit_plan",
+    "toolkit_align",
 )
 """The modules of the built-in extensions, which are installed with toolkit: extensions/NAME/toolkit_NAME.
 
@@ -33,7 +34,7 @@ Modules, not entry points: a distribution has one extension, and an installation
 GROUP = "toolkit.extensions"
 KINDS = (
     "families", "data", "compilers", "strategies", "loggers", "callbacks", "optimizers", "objectives",
-    "option_groups", "metrics", "run_callbacks", "importers", "dialects",
+    "heads", "option_groups", "metrics", "run_callbacks", "importers", "dialects",
 )  # fmt: skip
 """The fields of :class:`Extension` that hold names."""
 Names = Mapping[str, str]
@@ -99,6 +100,7 @@ class Extension:
         callbacks: Classes derived from :class:`toolkit.Callback`, for ``--callbacks``.
         optimizers: Classes derived from torch.optim.Optimizer, for ``--optimizer.name``.
         objectives: Classes derived from :class:`toolkit.objectives.Objective`, for ``--objective``.
+        heads: Objectives, each of which trains the head of its name, for ``--head``.
         option_groups: Frozen dataclasses, whose fields are options of the training commands: ``--GROUP.FIELD``.
         metrics: Functions of generated answers, see :mod:`toolkit.metrics`, for ``--eval.metric``.
         run_callbacks: Functions ``make(launch, stack)`` that add callbacks to every run, by their place in
@@ -121,6 +123,7 @@ class Extension:
     callbacks: Names = field(default_factory=dict)
     optimizers: Names = field(default_factory=dict)
     objectives: Names = field(default_factory=dict)
+    heads: Names = field(default_factory=dict)
     option_groups: Names = field(default_factory=dict)
     metrics: Names = field(default_factory=dict)
     run_callbacks: Names = field(default_factory=dict)
@@ -194,6 +197,11 @@ def missing_built_in() -> str:
     return _built_in()[1]
 
 
+def is_built_in(cls: type) -> bool:
+    """Whether a class is toolkit's, or that of a built-in extension."""
+    return cls.__module__.partition(".")[0] in ("toolkit", *BUILT_IN)
+
+
 def all_extensions() -> Iterator[tuple[str, Extension]]:
     """Yield all extensions, the built-in ones first, with their origin, see :class:`Entry`."""
     yield from (("toolkit", extension) for extension in (LIBRARIES, *_built_in()[0].values()))
@@ -246,7 +254,8 @@ def registered(kind: str, builtin_names: Collection[str] = ()) -> dict[str, Entr
 
 def load_registered(kind: str, name: str) -> Any:
     """Import the object that an extension registers under a name."""
-    entry = registered(kind)[name]
+    if (entry := registered(kind).get(name)) is None:
+        raise UserError("; ".join(filter(None, [f"{kind} {name}: no extension defines it", missing_built_in()])))
     return load_object(entry.path, f"extension {entry.origin}: {kind} {name}: {entry.path}")
 
 
@@ -258,12 +267,17 @@ def load_from_all(kind: str, name: str) -> Iterator[Any]:
 
 
 def import_by_name(package: str, paths: Names) -> Callable[[str], Any]:
-    """Return the ``__getattr__`` of a package (PEP 562), which imports an object by the dotted path of its name."""
+    """Return the ``__getattr__`` of a package (PEP 562), which imports an object by the dotted path of its name.
+
+    Built-in extensions add the names of the kind that the package is called.
+    """
 
     def get(name: str) -> Any:
-        if name not in paths:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return import_object(paths[name])
+        kind = package.rpartition(".")[2]
+        for names in (paths, *(getattr(extension, kind) for extension in _built_in()[0].values())):
+            if name in names:
+                return import_object(names[name])
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     return get
 

@@ -10,6 +10,8 @@ import pytest
 import torch
 from helpers.cases import slow_except
 from helpers.initialize import add_lora, initialize
+from toolkit_align import divergence
+from toolkit_align.divergence import DistillationLoss, DistillationOptions
 from toolkit_plan.measure.cuda_on_meta import cuda_on_meta
 from toolkit_plan.measure.sample import one_layer_of_each_kind
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,12 +22,11 @@ from toolkit.checkpoints.folder import load_model, write_model_files
 from toolkit.distributed.tensor_parallel import _loss_and_grad_
 from toolkit.inference.generate import generate
 from toolkit.inference.sampling import GREEDY
-from toolkit.models import aligned, cross_entropy, distillation
+from toolkit.models import aligned, cross_entropy
 from toolkit.models import loss as loss_module
 from toolkit.models.aligned import aligned_rows
 from toolkit.models.config import ModelConfig
 from toolkit.models.cross_entropy import pointwise_cross_entropy
-from toolkit.models.distillation import DistillationLoss, DistillationOptions
 from toolkit.models.families import get_config
 from toolkit.models.gpt import GPT
 from toolkit.models.head import Head, pad_head
@@ -65,7 +66,7 @@ def padding():
 @pytest.fixture
 def in_fp64(monkeypatch):
     """Compute losses in fp64, in several chunks, with ignored rows as on an accelerator."""
-    for module in (loss_module, cross_entropy, distillation):
+    for module in (loss_module, cross_entropy, divergence):
         monkeypatch.setattr(module, "torch", DoubleTorch("torch"))
     monkeypatch.setattr(loss_module, "CPU_CHUNK_ROWS", 3)
     monkeypatch.setattr(loss_module, "_supervised_rows", lambda targets: (None, targets == -100))

@@ -24,7 +24,6 @@ _COMMANDS = {
     "inspect_data": ("", "show tokens and labels, count trained tokens"),
     "generate": ("checkpoint_dir", "generate text from a prompt"),
     "chat": ("checkpoint_dir", "chat with a model"),
-    "classify": ("checkpoint_dir", "print labels or scores of texts, by a model with a head"),
     "evaluate": ("checkpoint_dir", "compute loss, perplexity and bits per byte"),
     "download": ("repo_id", "download a model from the Hugging Face hub"),
     "convert_from_hf": ("hf_dir out_dir", "import a Hugging Face folder"),

@@ -26,6 +26,7 @@ from toolkit.data.cache import hash_inputs
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.data.tokens.rows import check_rows
 from toolkit.errors import UserError
+from toolkit.extension import is_built_in
 
 MAX_SOURCES = 256
 
@@ -204,7 +205,7 @@ def _prepare_source(
     except UserError as error:
         raise _with_flag(error, flag) from error
     kind = type(module).__name__
-    if not type(module).__module__.startswith("toolkit."):
+    if not is_built_in(type(module)):
         check_rows(f"{flag}.data {kind}", prepared, max_seq_length)
     rows = prepared.train
     if row_count(rows) == 0:

@@ -26,7 +26,7 @@ from toolkit.extension import registered
 _FUNCTIONS = "toolkit.metrics.functions"
 METRICS = {
     name: f"{_FUNCTIONS}.{name}"
-    for name in ("exact_match", "choice", "number", "regex", "json_valid", "rouge_l", "check", "reward")
+    for name in ("exact_match", "choice", "number", "regex", "json_valid", "rouge_l", "check")
 }
 """Path of each function of this package."""
 
@@ -78,8 +78,7 @@ def parse_metrics(value: str | Sequence[str] | None) -> list[Metric]:
         name, colon, argument = entry.partition(":")
         if name in paths:
             metric = Metric(entry, paths[name], argument if colon else None)
-            if paths[name] == METRICS.get(name):
-                _require_argument(entry, name, argument)
+            _require_argument(entry, name, argument)
         elif name.endswith(".py"):
             raise UserError(f"--eval.metric {entry}: is a file; write {name.removesuffix('.py')}:{argument}")
         elif name.replace(".", "").isidentifier() and argument.isidentifier():

@@ -7,6 +7,7 @@ from typing import Any
 
 from toolkit.config import AUTO, EvalArgs
 from toolkit.errors import UserError, did_you_mean
+from toolkit.extension import is_built_in
 from toolkit.metrics import METRICS, parse_metrics
 from toolkit.objectives.base import Objective
 
@@ -86,7 +87,7 @@ def check_best_by(evaluation: EvalArgs, objective: Objective, has_callbacks: boo
     The names of callbacks, tasks, functions and objectives of a user, and of parts of a loss are not known yet.
     """
     best, metrics = BestMetric.from_options(evaluation), parse_metrics(evaluation.metric)
-    has_unknown = has_callbacks or evaluation.tasks is not None or not type(objective).__module__.startswith("toolkit.")
+    has_unknown = has_callbacks or evaluation.tasks is not None or not is_built_in(type(objective))
     if has_unknown or "loss" in best.name or any(metric.path not in METRICS.values() for metric in metrics):
         return
     names = [VAL_LOSS.name, *["val_ppl", "val_bpb"] * objective.is_likelihood]

@@ -14,10 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from decimal import Decimal
 from fractions import Fraction
-from functools import lru_cache
 from typing import Any
-
-from toolkit.errors import UserError
 
 Rows = Sequence[dict[str, Any]]
 References = Sequence[str | None]
@@ -163,29 +160,5 @@ def check(answers: Sequence[str], references: References, rows: Rows, command: s
         return {"check": list(pool.map(accepts, zip(answers, references, rows, strict=True)))}
 
 
-def reward(answers: Sequence[str], references: References, prompts: Rows, folder: str) -> Scores:
-    """The score of a reward model, a checkpoint folder, for each answer after its prompt. Computed on the CPU."""
-    from toolkit.data.sft.schemas import Record
-
-    scorer = _load_scorer(folder)
-    encodings = [
-        scorer.encode_answer(Record(tuple(prompt["messages"]), None, prompt["where"], prompt["tools"]), answer)
-        for prompt, answer in zip(prompts, answers, strict=True)
-    ]
-    return {"reward": [predictions[0] for predictions in scorer.predict(encodings)]}
-
-
 json_valid.needs_references = False  # type: ignore[attr-defined]
-reward.needs_prompts = reward.higher_is_better = True  # type: ignore[attr-defined]
 regex.higher_is_better = check.higher_is_better = True  # type: ignore[attr-defined]
-
-
-@lru_cache(1)
-def _load_scorer(folder: str) -> Any:
-    from toolkit.data.sft.labels import MULTI, SINGLE
-    from toolkit.objectives.text_scorer import TextScorer
-
-    scorer = TextScorer(folder, base_checkpoint_dir=None, accelerator="cpu", precision=None)
-    if scorer.config.problem_type in (SINGLE, MULTI) or scorer.config.n_labels > 1:
-        raise UserError(f"checkpoint_dir {folder}: predicts labels, not a number; train one with --head reward")
-    return scorer

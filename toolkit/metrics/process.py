@@ -19,7 +19,7 @@ from toolkit.errors import UserError, require_option
 from toolkit.extension import add_cwd_to_path
 from toolkit.io.processes import exchange, start_server
 from toolkit.io.threads import call_with_timeout, run_in_thread
-from toolkit.metrics import METRICS, Metric, Traits, parse_metrics
+from toolkit.metrics import Metric, Traits, parse_metrics
 
 MAX_BYTES = 1 << 20
 """Limit of what a function may print in a call, in bytes."""
@@ -110,7 +110,7 @@ def check_metrics(evaluation: MetricArgs) -> None:
     for metric in parse_metrics(evaluation.metric):
         MetricProcess(metric, evaluation.metric_timeout).close()
         flag = f"--eval.metric {metric.entry}"
-        if metric.path == METRICS["reward"]:
+        if metric.entry.partition(":")[0] == "reward":
             folder = find_checkpoint_dir(str(metric.argument), f"{flag}: checkpoint_dir")
             if head_of(folder) is None:
                 raise UserError(f"{flag}: has no head; train one with toolkit finetune_full --head reward")

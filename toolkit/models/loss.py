@@ -36,6 +36,8 @@ from toolkit.private_torch import has_no_data
 CPU_CHUNK_LOGITS, CPU_CHUNK_ROWS = 1 << 24, 512
 CUDA_CHUNK_LOGITS, CUDA_CHUNK_ROWS, CUDA_CHUNK_MEMORY = 1 << 28, 4096, 40e9
 DEVICE_CHUNK_LOGITS = 1 << 26
+COMPARED_TENSORS = 4
+"""Tensors of the size of a chunk's logits that a comparison with another model's needs, in addition to the logits."""
 
 
 def chunk_rows(vocab_size: int, device: torch.device) -> int:

@@ -21,6 +21,7 @@ from toolkit.data.tokenizer import Tokenizer
 from toolkit.data.tokens.rows import PythonData, check_rows
 from toolkit.data.tokens.synthetic import SyntheticRows
 from toolkit.errors import UserError
+from toolkit.extension import is_built_in
 from toolkit.models.config import ModelConfig
 from toolkit.objectives import Objective
 from toolkit.optim.schedule import build_schedule
@@ -54,7 +55,7 @@ def prepare_data(
     model = None if args.objective.head is None or args.base_dir is None else read_model_config(args.base_dir)
     of_rows = row_options(args.objective, model)
     data = args.data.prepare(tokenizer=tokenizer, max_seq_length=seq_length or 0, report=report, **of_rows)
-    if not type(args.data).__module__.startswith("toolkit."):
+    if not is_built_in(type(args.data)):
         check_rows(f"--data {type(args.data).__name__}", data, seq_length)
     count, batch_size = row_count(data.train), args.train.global_batch_size
     if count is not None and count < batch_size:

@@ -26,10 +26,11 @@ from toolkit.config import (
 from toolkit.config.checks import note
 from toolkit.data.base import DataModule
 from toolkit.errors import UserError, require_option
+from toolkit.extension import load_registered
 from toolkit.models.config import ModelOverrides
 from toolkit.models.config_checks import HeadName
 from toolkit.models.lora_config import LoRAConfig, LoRAOptions
-from toolkit.objectives import HEADS, NextToken, Objective
+from toolkit.objectives import NextToken, Objective
 from toolkit.planning.options import check_options
 from toolkit.planning.own_tokenizer import use_frozen_vocabulary, use_own_tokenizer
 from toolkit.planning.run_args import RunArgs, with_options
@@ -192,7 +193,7 @@ def choose_objective(objective: Objective, head: HeadName | None) -> Objective:
     name = type(objective).__name__
     hint = f"trains {name}, not this head; remove one of them"
     require_option(isinstance(objective, NextToken), "head", head, f"--objective {name} {hint}")
-    return HEADS[head]()
+    return load_registered("heads", head)()
 
 
 def read_lora(options: FinetuneLoRAOptions) -> LoRAConfig:

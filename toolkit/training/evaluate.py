@@ -25,7 +25,7 @@ from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed.device import choose_attention_kernels
 from toolkit.distributed.fabric import single_device_fabric
 from toolkit.errors import UserError, notice, require_option
-from toolkit.extension import is_known, missing_message, split_names
+from toolkit.extension import is_known, load_registered, missing_message, split_names
 from toolkit.inference.answers import Answerer
 from toolkit.inference.chat import find_template
 from toolkit.inference.load import load_quantized
@@ -36,7 +36,7 @@ from toolkit.io.safe_parse import read_yaml
 from toolkit.metrics.answers import answer_prompts, measure_answers, set_up_metrics
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
-from toolkit.objectives import HEADS, NextToken, Objective
+from toolkit.objectives import NextToken, Objective
 from toolkit.planning.data import row_options
 from toolkit.planning.evaluate_options import EvaluateOptions, RunData
 from toolkit.training.hyperparameters import keep_old_ends
@@ -177,7 +177,7 @@ def objective_of_head(config: ModelConfig, data: DataModule) -> Objective:
     if not isinstance(data, needed):
         name = type(data).__name__
         raise UserError(f"--data {name}: the model has a {config.head} head; use --data {needed.__name__}")
-    return HEADS[config.head]()
+    return load_registered("heads", config.head)()
 
 
 def _embedded(batches: Iterable[Batch], n_embeddings: int, source: str, read: Counter[str]) -> Iterator[Batch]:

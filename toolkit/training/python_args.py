@@ -22,6 +22,7 @@ from toolkit.data.tokens.rows import InMemoryDataset, PythonData
 from toolkit.distributed import ranks
 from toolkit.distributed.signals import restore_handlers_on_exit
 from toolkit.errors import PeerShutdownError, UserError, require_option
+from toolkit.extension import is_built_in
 from toolkit.io.paths import require_local
 from toolkit.io.streams import open_missing_streams
 from toolkit.models.block import Block
@@ -100,7 +101,7 @@ def read_run_args(
     if isinstance(ready, PretrainOptions):
         ready, module, blocks = _read_model(model, block_classes, ready)
     data = _read_data(dataset, val_dataset, num_workers, allow_duplicate_data, options.get("data"), ready, module)
-    for name, value in vars(data).items() if type(data).__module__.startswith("toolkit.") else ():
+    for name, value in vars(data).items() if is_built_in(type(data)) else ():
         if name not in data.takes_urls:
             require_local(f"data.{name}", value)
     return run_args(replace(ready, data=data), module=module, block_classes=blocks, optimizer_class=optimizer_class)

@@ -69,7 +69,7 @@ PATHS: dict[str, tuple[str, ...] | str] = {
     "training/memory_stats.py:memory_stats": STATISTICS,
     "toolkit_report/energy.py:Energy.__init__": STATISTICS,
     "toolkit_report/energy.py:find_gpu": STATISTICS,
-    "training/reference.py:with_reference": "only frees memory",
+    "toolkit_align/reference.py:with_reference": "only frees memory",
     "training/throughput.py:peak_memory_gb": ("planned memory",),
 }
 

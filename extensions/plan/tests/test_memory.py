@@ -11,6 +11,7 @@ from helpers.cases import check_each, has_slow_tests, slow_except
 from helpers.flash import kernels_on_cpu
 from helpers.groups import Case, run_group
 from helpers.initialize import add_lora
+from toolkit_align.divergence import DistillationLoss, DistillationOptions
 from toolkit_plan.measure import trace
 from toolkit_plan.measure.inputs import MemoryInputs
 from toolkit_plan.measure.memory import Memory, plan_memory
@@ -29,7 +30,6 @@ from toolkit.models.attention_kernels import Documents, document_bounds
 from toolkit.models.block import Block
 from toolkit.models.config import ModelConfig
 from toolkit.models.context_parallel import ContextGroup
-from toolkit.models.distillation import DistillationLoss, DistillationOptions
 from toolkit.models.families import get_config
 from toolkit.models.flops import count_parameters
 from toolkit.models.fp8 import convert_to_fp8

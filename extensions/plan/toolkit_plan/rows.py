@@ -10,6 +10,7 @@ from toolkit.data.base import PreparedData, data_modules
 from toolkit.data.cache import NotPreparedError, read_only
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
+from toolkit.extension import is_built_in
 from toolkit.planning.data import prepare_data
 from toolkit.planning.resolve import has_limit
 from toolkit.planning.run_args import RunArgs
@@ -52,7 +53,7 @@ def find_data(args: RunArgs, seq_length: int | None) -> Rows:
     Raises:
         UserError: The run would refuse the data.
     """
-    if type(args.data).__module__.startswith("toolkit."):  # others may not respect it
+    if is_built_in(type(args.data)):  # others may not respect it
         with suppress(NotPreparedError), read_only():
             return prepare_data(args, seq_length, lambda line: None)
     return unprepared_rows(args, seq_length)

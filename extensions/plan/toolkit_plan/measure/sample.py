@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from toolkit.data.batch import Batch
 from toolkit.distributed.units import AUTOCAST_DTYPES
+from toolkit.extension import load_registered
 from toolkit.models.attention_kernels import DocumentBounds
 from toolkit.models.config import ModelConfig
 from toolkit.models.context_parallel import ContextGroup
@@ -18,7 +19,6 @@ from toolkit.models.fp8 import convert_to_fp8
 from toolkit.models.gpt import GPT
 from toolkit.models.lora import is_adapter
 from toolkit.objectives.base import LOSS, Objective
-from toolkit.objectives.distillation import Distillation
 from toolkit.objectives.inputs import run_with_head
 from toolkit.objectives.next_token import NextToken
 from toolkit.planning.meta_model import build_part
@@ -95,7 +95,9 @@ def objective_of(frozen: Any, config: ModelConfig) -> Objective:
     """Return the objective of a run with or without a frozen model. jsd needs most of the divergences."""
     if config.head is not None:
         return _LastScores()
-    objective = NextToken() if frozen is None else Distillation("", "jsd", temperature=2.0)
+    objective = (
+        NextToken() if frozen is None else load_registered("objectives", "Distillation")("", "jsd", temperature=2.0)
+    )
     objective.frozen = frozen
     return objective
 

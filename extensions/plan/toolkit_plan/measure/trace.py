@@ -22,9 +22,8 @@ from toolkit.distributed.units import AUTOCAST_DTYPES
 from toolkit.models.activation_checkpointing import checkpoint_blocks, selective_contexts
 from toolkit.models.block import Block
 from toolkit.models.cross_entropy import pointwise_cross_entropy
-from toolkit.models.distillation import CHUNK_TENSORS
 from toolkit.models.gpt import GPT
-from toolkit.models.loss import chunk_rows
+from toolkit.models.loss import COMPARED_TENSORS, chunk_rows
 from toolkit.objectives.base import LOSS as LOSS_PART
 from toolkit.private_torch import FakeTensorMode
 from toolkit_plan.measure.cuda_on_meta import cuda_on_meta
@@ -118,7 +117,7 @@ def step_memory(inputs: MemoryInputs) -> StepMemory:
     in_buckets = inputs.strategy.kind == "ddp" and inputs.ddp.gradient_as_bucket_view
     has_gradients = in_buckets or (inputs.accumulation > 1 and inputs.strategy.kind != "fsdp")
     rows, per_row = inputs.micro_batch_size, inputs.tokens / inputs.micro_batch_size
-    vocabulary = inputs.config.padded_vocab_size // inputs.tensor * (1 if inputs.frozen is None else CHUNK_TENSORS)
+    vocabulary = inputs.config.padded_vocab_size // inputs.tensor * (1 if inputs.frozen is None else COMPARED_TENSORS)
     chunk = chunk_rows(vocabulary, torch.device(inputs.device))
     few = math.ceil(MAX_CHUNKS * chunk / per_row)
     forward = inputs.of_micro_batch(inputs.frozen)

@@ -17,6 +17,8 @@ import torch
 from helpers.cases import check_each
 from helpers.small_runs import write_base
 from helpers.tiny_configs import HF_CONFIGS
+from toolkit_align.reward import reward
+from toolkit_align.scoring import macro_f1, spearman
 
 from toolkit import load
 from toolkit.checkpoints.folder import read_model_config, write_model_files
@@ -31,9 +33,7 @@ from toolkit.data.sft.tokenize import mark_scored
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
 from toolkit.io.safe_parse import read_yaml, write_yaml
-from toolkit.metrics.functions import reward
 from toolkit.models.gpt import GPT
-from toolkit.objectives.scoring import macro_f1, spearman
 from toolkit.training.callbacks.console import texts_of
 from toolkit.ui.loggers import read_metrics
 

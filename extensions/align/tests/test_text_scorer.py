@@ -7,6 +7,10 @@ import pytest
 from helpers.cases import check_each
 from helpers.chatml import CHATML
 from helpers.small_runs import write_base
+from toolkit_align import reward as metric
+from toolkit_align import text_scorer
+from toolkit_align.reward import reward
+from toolkit_align.text_scorer import TextScorer
 
 from toolkit.data import JSON, Preference
 from toolkit.data.chat.template import Encoding
@@ -16,10 +20,6 @@ from toolkit.data.sft.tokenize import mark_scored
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
 from toolkit.inference.load import load_checkpoint
-from toolkit.metrics import functions
-from toolkit.metrics.functions import reward
-from toolkit.objectives import text_scorer
-from toolkit.objectives.text_scorer import TextScorer
 
 HEAD = {"head": "reward", "labels": ["reward"], "tie_embeddings": False, "block_size": 128}
 
@@ -112,7 +112,7 @@ def test_a_long_prompt_is_cut_as_in_training(folders, scorer, tmp_path):
 def test_a_model_is_loaded_once_and_must_give_a_number(folders, tmp_path, monkeypatch):
     prompts, loads = prompts_of(tmp_path, [{"prompt": "token one"}], folders["lm"]), []
     monkeypatch.setattr(text_scorer, "load_checkpoint", lambda *a, **k: loads.append(a) or load_checkpoint(*a, **k))
-    functions._load_scorer.cache_clear()
+    metric._load_scorer.cache_clear()
     for answer in ("so", "no"):
         reward([answer], [None], prompts, folders["reward"])
     assert len(loads) == 1

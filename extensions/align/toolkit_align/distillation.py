@@ -22,7 +22,7 @@ class Distillation(Objective):
     """The mean over the supervised tokens of (1 - label_weight) T^2 divergence + label_weight cross-entropy, in nats.
 
     The divergence is between the next-token distributions of student and teacher at temperature T, see
-    :mod:`toolkit.models.distillation`. Both means are logged as ``divergence`` and ``next_token``.
+    :mod:`toolkit_align.divergence`. Both means are logged as ``divergence`` and ``next_token``.
 
     Args:
         teacher_dir: Checkpoint of the teacher, with the same vocabulary: a folder, or a name below checkpoints/.
@@ -57,8 +57,8 @@ class Distillation(Objective):
         import torch
 
         from toolkit.distributed.fsdp import gather_head, release_head
-        from toolkit.models.distillation import DistillationLoss, DistillationOptions
         from toolkit.objectives.inputs import original_module, run_with_head
+        from toolkit_align.divergence import DistillationLoss, DistillationOptions
 
         student: Any = original_module(model)
         teacher: Any = original_module(self.frozen)

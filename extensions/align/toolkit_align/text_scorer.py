@@ -19,7 +19,7 @@ from toolkit.errors import UserError
 from toolkit.inference.answers import split
 from toolkit.inference.chat import find_template
 from toolkit.inference.load import load_checkpoint
-from toolkit.objectives.scores import read_scores
+from toolkit_align.scores import read_scores
 
 
 class TextScorer:

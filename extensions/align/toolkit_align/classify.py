@@ -69,7 +69,7 @@ def setup(
             fix = "give a text, messages, or a prompt with its completion; see --text_column"
             raise UserError(f"{reason}; {fix}") from error
         rows.append(row)
-    from toolkit.objectives.text_scorer import TextScorer
+    from toolkit_align.text_scorer import TextScorer
 
     scorer = TextScorer(
         checkpoint_dir,

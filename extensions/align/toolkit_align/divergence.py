@@ -21,10 +21,7 @@ import torch
 from torch import Tensor
 
 from toolkit.models.cross_entropy import CrossEntropy, _loss_and_grad_, add_bias_and_cap_, cross_entropy_
-from toolkit.models.loss import RowLoss, _chunks, _logits, _Product, chunk_rows
-
-CHUNK_TENSORS = 4
-"""Tensors of the size of the logits that a chunk needs at once, in addition to the logits."""
+from toolkit.models.loss import COMPARED_TENSORS, RowLoss, _chunks, _logits, _Product, chunk_rows
 
 DivergenceName = Literal["forward_kl", "reverse_kl", "jsd"]
 
@@ -85,7 +82,7 @@ class DistillationLoss(RowLoss):
         size = logits.size(1) - padding
         padded, logits, bias = logits, logits[:, :size], None if bias is None else bias[:size]
         weight, losses = self.options.label_weight, []
-        for rows in _chunks(logits.size(0), chunk_rows(CHUNK_TENSORS * logits.size(1), logits.device)):
+        for rows in _chunks(logits.size(0), chunk_rows(COMPARED_TENSORS * logits.size(1), logits.device)):
             z, masked = logits[rows], None if ignored is None else ignored[rows]
             wants_grad = torch.float32 if dtype is not None and weight else None
             label_losses, label_grad = cross_entropy_(

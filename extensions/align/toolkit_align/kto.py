@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from toolkit.config.checks import require_positive
 from toolkit.models.labels import TOKENS
 from toolkit.objectives.base import LOSS, Objective, Part
-from toolkit.objectives.preference import OF_ANSWERS, balancing_parts, initial_log_probs, label_log_probs
+from toolkit_align.log_probs import balancing_parts, initial_log_probs, label_log_probs
+from toolkit_align.preference import OF_ANSWERS
 
 if TYPE_CHECKING:
     import torch

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from toolkit.models.config_checks import HeadName
 from toolkit.models.labels import IGNORE_INDEX
 from toolkit.objectives.base import LOSS, Objective, Part
-from toolkit.objectives.preference import BALANCING, PairObjective, balancing_parts, has_balancing
+from toolkit_align.log_probs import BALANCING, balancing_parts, has_balancing
+from toolkit_align.preference import PairObjective
 
 if TYPE_CHECKING:
     import torch
@@ -73,7 +74,7 @@ class Classification(Objective):
         import numpy as np
 
         from toolkit.distributed import ranks
-        from toolkit.objectives.scoring import prediction_metrics
+        from toolkit_align.scoring import prediction_metrics
 
         outputs = np.concatenate([part for of_rank in ranks.all_gather_object(self.outputs) for part in of_rank])
         scores, targets = np.split(outputs, [module.config.n_labels], axis=1)

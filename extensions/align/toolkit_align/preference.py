@@ -24,6 +24,7 @@ from toolkit.config.checks import require_not_negative, require_positive
 from toolkit.errors import require_option
 from toolkit.models.labels import IGNORE_INDEX, TOKENS
 from toolkit.objectives.base import LOSS, Objective, Part
+from toolkit_align.log_probs import REFERENCE, balancing_parts, initial_log_probs, label_log_probs
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from toolkit.data.batch import Batch
 
 LossType = Literal["sigmoid", "sigmoid_norm", "ipo", "hinge", "apo_zero"]
-PAIRS, REFERENCE, BALANCING = "pairs", "reference", "balancing_loss"
+PAIRS = "pairs"
 OF_ANSWERS = {"reward_chosen": True, "reward_rejected": False, "log_prob_chosen": True, "log_prob_rejected": False}
 """Logged of the completions; whether the highest value is the best."""
 
@@ -126,35 +127,6 @@ class LikelihoodObjective(PairObjective):
         return torch.zeros(len(batch.ids), device=device)
 
 
-def label_log_probs(model: "nn.Module", batch: "Batch", device: "torch.device") -> "tuple[Tensor, dict[str, Tensor]]":
-    """Return the summed log-probabilities of the labels of each row, (B,) fp32, and the load-balancing sum, if any."""
-    from toolkit.objectives.inputs import forward_inputs, original_module
-
-    log_probs, balancing = model(**forward_inputs(model, batch, device), log_probs=True)
-    return log_probs.sum(1), {BALANCING: balancing} if has_balancing(original_module(model)) else {}
-
-
-def initial_log_probs(model: "nn.Module", batch: "Batch", device: "torch.device") -> "Tensor":
-    """Return the first result of :func:`label_log_probs` without adapters and gradients."""
-    import torch
-
-    from toolkit.models.lora import without_adapters
-    from toolkit.objectives.inputs import original_module
-
-    with torch.no_grad(), without_adapters(original_module(model)):
-        return label_log_probs(model, batch, device)[0]
-
-
-def has_balancing(module: "nn.Module") -> bool:
-    config = getattr(module, "config", None)
-    return config is not None and config.n_moe_layer > 0 and bool(config.router_aux_loss_coef)
-
-
-def balancing_parts(module: "nn.Module") -> tuple[Part, ...]:
-    """Return the load-balancing loss, if the model has one."""
-    return (Part(BALANCING),) if has_balancing(module) else ()
-
-
 @dataclass
 class DPO(LikelihoodObjective):
     """Direct preference optimization: prefer the chosen completions, relative to a reference model.
@@ -200,7 +172,7 @@ class DPO(LikelihoodObjective):
         }
 
     def prepare(self, launch: Any) -> "PreparedData":
-        from toolkit.training.reference import with_reference
+        from toolkit_align.reference import with_reference
 
         return with_reference(launch)
 

@@ -13,6 +13,8 @@ import pytest
 import torch
 from helpers.cases import slow_except
 from helpers.small_runs import write_base
+from toolkit_align import reference
+from toolkit_align.preference import Answers
 from torch.nn.functional import log_softmax
 
 from toolkit.cli import main
@@ -24,8 +26,6 @@ from toolkit.models.gpt import GPT
 from toolkit.models.lora import add_lora
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.objectives import DPO, ORPO, SimPO
-from toolkit.objectives.preference import Answers
-from toolkit.training import reference
 from toolkit.ui.loggers import read_metrics
 
 RUN = (

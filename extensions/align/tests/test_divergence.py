@@ -7,13 +7,13 @@ from functools import partial
 import pytest
 import torch
 from helpers.initialize import initialize
+from toolkit_align import divergence
+from toolkit_align.divergence import DistillationLoss, DistillationOptions
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from toolkit.models import distillation
 from toolkit.models import loss as loss_module
 from toolkit.models.config import ModelConfig
-from toolkit.models.distillation import DistillationLoss, DistillationOptions
 from toolkit.models.gpt import GPT, Targets
 from toolkit.models.loss import chunk_rows, head_loss
 
@@ -25,7 +25,7 @@ DIVERGENCES = [("forward_kl", 0.5), ("reverse_kl", 0.5), ("jsd", 0.5), ("jsd", 0
 def chunks(request, monkeypatch):
     if request.param != "one chunk":
         monkeypatch.setattr(loss_module, "CPU_CHUNK_ROWS", 7)
-        monkeypatch.setattr(distillation, "chunk_rows", lambda *_: 3)
+        monkeypatch.setattr(divergence, "chunk_rows", lambda *_: 3)
     if request.param == "ignored rows kept":  # as on an accelerator
         monkeypatch.setattr(loss_module, "_supervised_rows", lambda targets: (None, targets == -100))
 
