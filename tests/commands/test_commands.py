@@ -13,7 +13,7 @@ from helpers.processes import Forked, finish
 from helpers.small_runs import text_data
 
 from toolkit.cli import main
-from toolkit.commands import COMMANDS
+from toolkit.commands import all_commands
 from toolkit.ui.loggers import read_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -149,7 +149,7 @@ def test_page_names_only_existing_options(page, count, capsys, monkeypatch):
     assert len(commands) >= count
     for command in commands:
         words = shlex.split(command)
-        assert words[0] in COMMANDS
+        assert words[0] in all_commands()
         if "gpt2_train_cfg.yaml" not in words:  # minGPT's, see extensions/foreign/tests/test_other_formats.py
             assert main([*words, "--print_config"]) == 0, command
     for link in re.findall(r"\]\((?!http)([^)#]+)(?:#[^)]*)?\)", text):

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from toolkit.cli import main
-from toolkit.commands import COMMANDS
+from toolkit.commands import all_commands
 
 CASES = {
     "toolkit finetune_l": "finetune_lora",
@@ -92,7 +92,7 @@ def test_script_has_every_command_and_the_names_that_no_type_lists(capsys):
     assert main(["completion", "bash"]) == 0
     lines = capsys.readouterr().out.splitlines()
     words = {name: set(text.rstrip(")").split()) for name, _, text in (line.partition("=(") for line in lines)}
-    assert words["_shtab_toolkit_subparsers"] == {*COMMANDS}
+    assert words["_shtab_toolkit_subparsers"] == {*all_commands()}
     assert "--data.json_path" in words["_shtab_toolkit_plan_pretrain_option_strings"]
     assert {"auto", "fsdp"} <= words["_shtab_toolkit_pretrain___strategy_choices"]
     commands = words["_shtab_toolkit_schema___command_choices"]
