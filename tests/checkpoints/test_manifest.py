@@ -4,6 +4,7 @@ import json
 from unittest.mock import Mock
 
 import pytest
+from helpers.damage import flip
 from helpers.saving import write_checkpoint
 
 from toolkit.checkpoints import manifest
@@ -33,9 +34,7 @@ def test_manifest_lists_all_files_and_damage_is_named(folder, capsys):
     (folder / "hyperparameters.yaml").write_text("seed: 1")  # an editable file
     require_intact(folder)
     for name in listed.keys() - {"hyperparameters.yaml"}:
-        content = bytearray((folder / name).read_bytes())
-        content[len(content) // 2] ^= 1
-        (folder / name).write_bytes(content)
+        flip(folder / name)
     assert not capsys.readouterr().err
     with pytest.raises(DamagedCheckpointError, match="lit_model.pth .*tokenizer.json .*trainer/state.pth .*--verify"):
         require_intact(folder)

@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+from helpers.damage import flip
 from helpers.sealing import seal
 from helpers.talker import make_talker
 
@@ -16,9 +17,7 @@ from toolkit.errors import UserError
 @pytest.fixture(scope="module")
 def damaged(tmp_path_factory):
     folder = make_talker(tmp_path_factory.mktemp("models") / "talker")
-    content = bytearray((folder / "lit_model.pth").read_bytes())
-    content[len(content) // 2] ^= 1
-    (folder / "lit_model.pth").write_bytes(content)
+    flip(folder / "lit_model.pth")
     return folder
 
 

@@ -1,12 +1,10 @@
 """Instruction data as rows: labels, lengths, packing, the validation split, the cache (S5), and the log."""
 
 import json
-import os
 import pickle
 import shutil
 import sys
 from collections import Counter
-from dataclasses import MISSING, fields
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +12,7 @@ import pytest
 import torch
 from helpers.chatml import CHATML
 
-import toolkit.data
-from toolkit.data import CSV, JSON, LIMA, Alpaca, Dolly, HuggingFace, InstructionData, Parquet
+from toolkit.data import CSV, JSON, LIMA, Alpaca, Dolly, HuggingFace, Parquet
 from toolkit.data.sft.tokenize import Counts
 from toolkit.errors import UserError
 
@@ -314,39 +311,6 @@ def test_validation_file(tokenizer, tmp_path):
 # ---- the cache
 
 
-def folders(cache):
-    return sorted(path.name for path in cache.iterdir())
-
-
-def test_s5_miss_then_hit(prepare, tmp_path):
-    first, log = prepare(MANY, packing="best_fit", val_split_fraction=0.2)
-    assert "preparing" in log and "not prepared yet" in log and "using cached" not in log
-    again, log = prepare(MANY, packing="best_fit", val_split_fraction=0.2)
-    assert "using cached" in log and "end of turn" in log and again.summary == first.summary
-    assert again.content_key == first.content_key
-    for split in ("train", "val"):
-        assert list(documents(getattr(again, split))) == list(documents(getattr(first, split)))
-    assert len(folders(tmp_path / "cache")) == 1 and folders(tmp_path / "cache")[0].startswith("json-")
-
-
-def test_s5_every_input_changes_the_key(prepare, plain, tmp_path, monkeypatch):
-    keys = [prepare(MANY)[0].content_key]
-    for change in (
-        {"max_seq_length": 80}, {"prompt_style": "alpaca"}, {"train_on": "all"}, {"packing": "best_fit"},
-        {"val_split_fraction": 0.1}, {"max_seq_length": 80, "on_long": "drop"},
-        {"max_seq_length": 80, "on_long": "split"}, {"tokenizer": plain, "prompt_style": "chatml"},
-    ):  # fmt: skip
-        data, log = prepare(MANY, **change)
-        assert "preparing" in log, change
-        keys.append(data.content_key)
-    data, log = prepare([*MANY[:-1], qa("question 59", "another answer")])
-    assert "preparing" in log
-    keys.append(data.content_key)
-    assert len(set(keys)) == len(keys) == len(folders(tmp_path / "cache"))
-    monkeypatch.setattr("toolkit.data.sft.prepare.CODE_VERSION", 10**6)
-    assert "preparing" in prepare(MANY)[1]
-
-
 def test_s2_rows_and_keys_equal_those_of_earlier_versions(prepare, plain):
     """A run from before the format changed can be resumed: its checkpoints record this key of tokens, mask and rows."""
     for options, rows, key in (
@@ -364,65 +328,6 @@ def test_s5_template_content_changes_the_key(prepare, tokenizer):
     changed = tokenizer.with_files({"chat_template.jinja": CHATML.replace("assistant\n", "assistant\n\n").encode()})
     data, log = prepare(MANY, tokenizer=changed)
     assert "preparing" in log and data.tokenizer.files["chat_template.jinja"] == changed.files["chat_template.jinja"]
-
-
-def test_s5_moved_files_hit_the_cache_under_their_new_name(prepare, tokenizer, tmp_path):
-    first, _ = prepare(MANY)
-    moved = tmp_path / "moved.jsonl"
-    shutil.move(tmp_path / "rows.jsonl", moved)
-    lines = []
-    data = JSON(str(moved), cache_dir=str(tmp_path / "cache"), val_split_fraction=0.0)
-    data = data.prepare(tokenizer=tokenizer, max_seq_length=200, report=lines.append)
-    assert "using cached" in lines[0] and data.content_key == first.content_key
-    assert data.train.where(4) == [f"{moved} line 5"]
-
-
-DAMAGE = {
-    "manifest emptied": lambda f: (f / "manifest.json").write_text(""),
-    "manifest of another kind": lambda f: (f / "manifest.json").write_text("[]"),
-    "manifest of other data": lambda f: _edit(f, lambda m: m.update(key="0" * 64)),
-    "manifest without counts": lambda f: _edit(f, lambda m: m.pop("facts")),
-    "manifest missing": lambda f: (f / "manifest.json").unlink(),
-    "tokens truncated": lambda f: os.truncate(f / "tokens" / "chunk-0-0.bin", 10),
-    "one token changed": lambda f: _flip(f / "tokens" / "chunk-0-0.bin"),
-    "one label changed": lambda f: _flip(f / "loss_mask" / "chunk-0-0.bin"),
-    "one row changed": lambda f: _flip(f / "rows.npz"),
-    "a count changed": lambda f: _edit(f, lambda m: m["facts"].update(samples=3)),
-    "index missing": lambda f: (f / "rows.npz").unlink(),
-    "everything missing": lambda f: (shutil.rmtree(f), f.mkdir()),
-}
-
-
-def _edit(folder, change):
-    manifest = json.loads((folder / "manifest.json").read_text())
-    change(manifest)
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-
-
-def _flip(path: Path):
-    content = bytearray(path.read_bytes())
-    content[-3] ^= 1
-    path.write_bytes(content)
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_s5_damaged_cache_is_rebuilt(prepare, tmp_path, damage):
-    first = list(documents(prepare(MANY[:4])[0].train))
-    (folder,) = (tmp_path / "cache").iterdir()
-    DAMAGE[damage](folder)
-    again, log = prepare(MANY[:4])
-    assert "preparing" in log and "damaged" in log and list(documents(again.train)) == first
-    assert folders(tmp_path / "cache") == [folder.name]
-    assert "using cached" in prepare(MANY[:4])[1]
-
-
-def test_failed_preparation_leaves_no_files(prepare, tmp_path):
-    with pytest.raises(UserError, match="line 2: has an empty answer"):
-        prepare([qa("a", "b"), qa("c", "")])
-    assert folders(tmp_path / "cache") == []
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"--data.cache_dir .*/file: cannot be used: "):
-        prepare(MANY, cache_dir=str(tmp_path / "file"))
 
 
 def test_dataset_is_picklable(prepare):
@@ -487,18 +392,6 @@ def test_template_errors_name_the_row(prepare, tokenizer):
     rows = [qa("a", "b"), {"messages": [{"role": "assistant", "content": "c"}]}]
     with pytest.raises(UserError, match=r"rows.jsonl line 2: .*rejects the messages: user first"):
         prepare(rows, tokenizer=strict)
-
-
-def test_options_have_the_same_default_in_all_modules():
-    modules = [getattr(toolkit.data, name) for name in toolkit.data.__all__]
-    modules = [
-        m for m in modules if isinstance(m, type) and issubclass(m, InstructionData) and m is not InstructionData
-    ]
-    assert len(modules) == 10
-    defaults = {}
-    for module in [*modules, toolkit.data.TextFiles, toolkit.data.LitData, toolkit.data.SyntheticTokens]:
-        for option in (option for option in fields(module) if option.default is not MISSING):
-            assert defaults.setdefault(option.name, option.default) == option.default, option.name
 
 
 def test_all_file_formats_give_the_same_data(tokenizer, tmp_path):

@@ -11,10 +11,9 @@ import sys
 import textwrap
 
 import pytest
-from helpers.cases import slow_except
+from helpers.damage import flip
 
 from toolkit.data import LitData, PythonStdlib, TextFiles, cache
-from toolkit.data.cache import choose_cache_dir
 from toolkit.data.text import documents
 from toolkit.data.tokenizer import Tokenizer, train_bpe
 from toolkit.errors import DataError, UserError
@@ -49,36 +48,6 @@ def all_tokens(rows) -> list[int]:
 
 def folders(cache):
     return sorted(p.name for p in cache.iterdir())
-
-
-def test_s5_miss_then_hit(prepare, tmp_path):
-    first, log = prepare()
-    assert "preparing" in log and "not prepared yet" in log and "using cached" not in log
-    again, log = prepare()
-    assert "using cached" in log and "preparing" not in log
-    assert again.content_key == first.content_key
-    assert all_tokens(again.train) == all_tokens(first.train) and all_tokens(again.val) == all_tokens(first.val)
-    assert again.tokenizer.fingerprint == first.tokenizer.fingerprint
-    (folder,) = (tmp_path / "cache").iterdir()
-    assert folders(folder) == ["checksums.json", "content_keys", "manifest.json", "tokenizer", "tokens"]
-
-
-def test_s5_every_input_changes_the_key(prepare, text, tmp_path):
-    keys = [prepare()[0].content_key]
-    tokenizer = train_bpe(["other text, another tokenizer " * 50], 280)
-    for change in (
-        {"vocab_size": 301}, {"val_fraction": 0.1}, {"val_fraction": 0.0},
-        {"tokenizer": tokenizer}, {"vocab_size": "characters"}, {"text_fraction": 0.5},
-    ):  # fmt: skip
-        data, log = prepare(**change)
-        assert "preparing" in log
-        keys.append(data.content_key)
-    file = text / "part03.txt"
-    file.write_text(file.read_text().replace("model", "modal", 1))
-    data, log = prepare()
-    assert "preparing" in log
-    keys.append(data.content_key)
-    assert len(set(keys)) == len(keys) == len(folders(tmp_path / "cache"))
 
 
 def test_s5_another_row_length_is_a_hit(prepare, tmp_path):
@@ -119,22 +88,6 @@ def test_s2_rows_and_keys_equal_those_of_earlier_versions(tmp_path):
     assert digest.hexdigest() == "654a8d191c2422150ddbd91d974bf065aa3d9af8ac063f2a541a804785b441f4"
 
 
-def test_s5_code_version_is_part_of_the_key(prepare, monkeypatch):
-    prepare()
-    monkeypatch.setattr("toolkit.data.text.prepare.CODE_VERSION", 10**6)
-    assert "preparing" in prepare()[1]
-
-
-def test_s5_moved_and_renamed_text_hits_the_cache(prepare, text, tmp_path):
-    first = prepare()[0]
-    moved = tmp_path / "elsewhere" / "deeper"
-    moved.mkdir(parents=True)
-    for i, file in enumerate(sorted(text.iterdir(), reverse=True)):
-        os.utime(shutil.move(file, moved / f"{i}.md"), (i, i))
-    data, log = prepare(train_data_path=str(tmp_path / "elsewhere"))
-    assert "using cached" in log and data.content_key == first.content_key
-
-
 def test_s5_content_key_depends_only_on_the_rows(prepare):
     """A run resumed with the tokenizer of its checkpoint reads the same data."""
     first = prepare()[0]
@@ -168,69 +121,10 @@ def test_text_fraction_is_the_start_of_the_text(prepare, corpus):
     assert f"{data.tokenizer.vocab_size - 2} different characters" in log
 
 
-DAMAGE = {
-    "manifest emptied": lambda f: (f / "manifest.json").write_text(""),
-    "manifest of other data": lambda f: _edit(f, lambda m: m.update(key="0" * 64)),
-    "manifest of another kind": lambda f: (f / "manifest.json").write_text("[]"),
-    "manifest without splits": lambda f: _edit(f, lambda m: m["splits"].pop("val")),
-    "manifest with an invalid split": lambda f: _edit(f, lambda m: m["splits"].update(train=3)),
-    "manifest with other counts": lambda f: _edit(f, lambda m: m["splits"].update(train=[0, 10**9])),
-    "manifest missing": lambda f: (f / "manifest.json").unlink(),
-    "chunk truncated": lambda f: _cut(f / "tokens" / "chunk-0-0.bin"),
-    "chunk missing": lambda f: (f / "tokens" / "chunk-0-0.bin").unlink(),
-    "tokenizer missing": lambda f: shutil.rmtree(f / "tokenizer"),
-    "tokenizer changed": lambda f: (f / "tokenizer/tokenizer_config.json").write_text('{"eos_token": "a"}'),
-    "everything missing": lambda f: (shutil.rmtree(f), f.mkdir()),
-    "a low bit of a token": lambda f: _flip(f / "tokens" / "chunk-0-0.bin", 100, 1),
-    "a high byte of a token": lambda f: _flip(f / "tokens" / "chunk-0-0.bin", -1, 0xFF),
-    "index changed": lambda f: _replace(f / "tokens" / "index.json", "0", "1"),
-    "a digit of a checksum": lambda f: _replace(f / "checksums.json", '"crc32": ["', '"crc32": ["0'),
-    "checksums missing": lambda f: (f / "checksums.json").unlink(),
-    "checksums of another kind": lambda f: (f / "checksums.json").write_text("[]"),
-    "a chunk that is a pipe": lambda f: ((f / "tokens/chunk-0-0.bin").unlink(), os.mkfifo(f / "tokens/chunk-0-0.bin")),
-}
-
-
-def _flip(path, at, mask):
-    content = bytearray(path.read_bytes())
-    content[at] ^= mask
-    path.write_bytes(content)
-
-
-def _replace(path, old, new):
-    path.write_text(path.read_text().replace(old, new, 1))
-
-
-def _edit(folder, change):
-    manifest = json.loads((folder / "manifest.json").read_text())
-    change(manifest)
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-
-
-def _cut(path):
-    path.write_bytes(path.read_bytes()[:-2])
-
-
-FAST = ["manifest emptied", "chunk truncated", "tokenizer missing", "a low bit of a token", "a digit of a checksum"]
-
-
-@pytest.mark.parametrize("damage", slow_except(FAST, DAMAGE))
-def test_s5_damaged_cache_is_rebuilt(prepare, tmp_path, damage):
-    first = prepare()[0]
-    (folder,) = (tmp_path / "cache").iterdir()
-    expected = all_tokens(first.train)
-    DAMAGE[damage](folder)
-    again, log = prepare()
-    assert "preparing" in log and "damaged" in log
-    assert again.content_key == first.content_key and all_tokens(again.train) == expected
-    assert folders(tmp_path / "cache") == [folder.name]
-    assert "using cached" in prepare()[1]
-
-
 def test_s7_damaged_file_is_named(prepare, tmp_path):
     prepare()
     (folder,) = (tmp_path / "cache").iterdir()
-    _flip(folder / "tokens" / "chunk-0-0.bin", 100, 1)
+    flip(folder / "tokens" / "chunk-0-0.bin", 100)
     with pytest.raises(UserError, match="--data.data_path .* is damaged .*tokens/chunk-0-0.bin: checksum mismatch"):
         LitData(str(folder)).prepare(tokenizer=None, max_seq_length=T, report=print)
     assert re.search(r"preparing .*damaged \(tokens/chunk-0-0.bin: checksum mismatch", prepare()[1])
@@ -246,7 +140,7 @@ def test_s7_large_data_is_verified_as_it_is_read(prepare, tmp_path, monkeypatch)
     checked = []
     find_damage = cache.find_damage
     monkeypatch.setattr(cache, "find_damage", lambda f, files: checked.extend(files) or find_damage(f, files))
-    _flip(folder / "tokens" / "chunk-0-0.bin", -1, 1)
+    flip(folder / "tokens" / "chunk-0-0.bin", -1)
     for module in (None, LitData(str(folder))):
         data = module.prepare(tokenizer=None, max_seq_length=T, report=print) if module else prepare()[0]
         assert not data.train.store.array._open  # no chunk was even opened
@@ -311,32 +205,6 @@ def test_s5_concurrent_preparations_agree(prepare, text, tmp_path):
     assert "using cached" in log
     assert {out.split()[-1] for out, _ in outputs} == {data.content_key}
     assert len(folders(tmp_path / "cache")) == 1
-
-
-def test_s5_slower_process_uses_the_published_data(prepare, text, tmp_path, monkeypatch):
-    import toolkit.data.cache as module
-
-    publish, quicker = module.publish, []
-
-    def publish_second(*args):
-        if not quicker:
-            quicker.append(True)
-            quicker.append(prepare()[0])  # another process runs to completion first
-        publish(*args)
-
-    monkeypatch.setattr(module, "publish", publish_second)
-    slower = prepare()[0]
-    assert slower.content_key == quicker[1].content_key and len(folders(tmp_path / "cache")) == 1
-
-
-def test_failed_preparation_leaves_no_files(prepare, tmp_path, monkeypatch):
-    def full(*_, **__):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("toolkit.data.text.prepare.TokenWriter", full)
-    with pytest.raises(UserError, match=r"--data.cache_dir .*: No space left on device"):
-        prepare()
-    assert folders(tmp_path / "cache") == []
 
 
 def expected_stream(paths, tokenizer) -> list[int]:
@@ -505,22 +373,6 @@ def test_text_can_be_a_file_folder_or_glob(prepare, text):
 def test_overlapping_validation_text_is_an_error(prepare, text):
     with pytest.raises(UserError, match=r"--data.val_data_path .*part00.txt is also training text"):
         prepare(val_data_path=str(text / "part00.txt"))
-
-
-def test_unwritable_cache_is_an_error(prepare, tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=rf"--data.cache_dir {tmp_path}/file: cannot be used: "):
-        prepare(cache_dir=str(tmp_path / "file"))
-    with pytest.raises(UserError, match=rf"--data.cache_dir {tmp_path}/file/below: cannot be used: "):
-        prepare(cache_dir=str(tmp_path / "file" / "below"))
-
-
-def test_default_cache_dir(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert choose_cache_dir() == tmp_path / "toolkit" / "data"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert choose_cache_dir() == tmp_path / ".cache" / "toolkit" / "data"
 
 
 def test_preparation_prints_nothing(prepare, capfd):

@@ -17,6 +17,7 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from helpers.cases import check_each, slow_except
 from helpers.compare_runs import assert_same_weights
+from helpers.damage import flip
 from helpers.groups import losses, read_until
 from helpers.hub_stub import Hub
 from helpers.processes import start
@@ -202,11 +203,6 @@ def test_bad_chunks_are_one_line_and_never_used(dataset, tmp_path, monkeypatch):
         assert "\n" not in str(error.value)
         raise error.value
 
-    def flip(chunks: Path) -> None:
-        content = bytearray((chunks / "chunk-0-1.bin").read_bytes())
-        content[-1] ^= 1
-        (chunks / "chunk-0-1.bin").write_bytes(content)
-
     def retype(chunks: Path, code: int) -> None:
         index = json.loads((chunks / "index.json").read_text())
         index["config"]["data_format"] = [f"no_header_tensor:{code}"]
@@ -221,7 +217,7 @@ def test_bad_chunks_are_one_line_and_never_used(dataset, tmp_path, monkeypatch):
         (lambda chunks: os.truncate(chunks / "chunk-0-1.bin", 500), "has 500 bytes, but index.json says"),
         (lambda chunks: retype(chunks, 16), "has 832 bytes, but index.json says 1,652"),
         (lambda chunks: retype(chunks, 11), "has 832 bytes, but index.json says 422"),
-        (flip, "checksum mismatch"),
+        (lambda f: flip(f / "chunk-0-1.bin", -1), "checksum mismatch"),
         (unzip, "is damaged"),
     ]
     for change, message in cases:

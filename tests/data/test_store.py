@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.cases import check_each
+from helpers.damage import flip
 
 from toolkit.data.tokens import chunks, store
 from toolkit.data.tokens.store import BlockDataset, ChunkBlockDataset, TokenStore, TokenWriter
@@ -235,9 +236,7 @@ def test_s7_damage_is_found_and_named_on_reading(written, monkeypatch):
             rows[20]
         assert "\n" not in str(error.value)
 
-    flipped = bytearray(content)
-    flipped[-1] ^= 1
-    chunk.write_bytes(flipped)
+    flip(chunk, -1)
     damaged("checksum mismatch")
     monkeypatch.setattr(chunks, "_STAT_CHUNKS", 2)  # sizes are not looked at before
     chunk.write_bytes(content[:-1])

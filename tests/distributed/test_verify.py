@@ -3,6 +3,7 @@
 import shutil
 
 import pytest
+from helpers.damage import flip
 from helpers.groups import Case, losses, run_group
 
 from toolkit.checkpoints.manifest import read_manifest
@@ -25,9 +26,7 @@ def test_s7_all_ranks_skip_a_checkpoint_with_a_damaged_shard(tmp_path, shared_fl
     shutil.move(tmp_path / "run" / "final", tmp_path / "final")
     shutil.copytree(newest, tmp_path / "run" / "step-00000009")
     shard = tmp_path / "run" / "step-00000009" / "lit_model.pth" / "__1_0.distcp"
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
+    flip(shard)
     run_group(tmp_path, 2, [Case("again", [*flags, "--resume", "auto"], out="run")], shared_flags)
     shown = (tmp_path / "group-of-2-1" / "0.out").read_text()
     assert "lit_model.pth/__1_0.distcp (checksum mismatch" in shown and "step-00000008: step 8" in shown

@@ -7,6 +7,7 @@ from random import Random
 import pytest
 import torch
 from helpers.cases import check_each
+from helpers.damage import flip
 from helpers.saving import write_checkpoint
 from helpers.small_runs import write_base
 from toolkit_report import markdown, page
@@ -87,9 +88,7 @@ def test_a_command_that_reads_a_damaged_model_is_seen(tmp_path, corpus, monkeypa
     checkpoint.parent.mkdir()
     write_checkpoint(checkpoint, lambda tmp: write_base(tmp, corpus))
     weights = checkpoint / "lit_model.pth"
-    content = bytearray(weights.read_bytes())
-    content[len(content) // 2] ^= 1
-    weights.write_bytes(content)
+    flip(weights)
     corruption.require_refused(checkpoint, weights)
     monkeypatch.setattr(model_folder, "require_intact", lambda *args: None)
     with pytest.raises(AssertionError, match=r"generate reads a damaged lit_model.pth: code 0"):

@@ -1,6 +1,7 @@
 import os
 
 import pytest
+from helpers.damage import flip
 
 from toolkit.io import checksums
 from toolkit.io.checksums import check_entries, checksum_files, find_damage
@@ -30,12 +31,9 @@ def test_unchanged_files_verify(folder):
 def test_damaged_files_are_named(folder):
     files = checksum_files(folder, NAMES)
     for offset in (0, 999, 1000, 2559):  # the edges of a chunk, and the last one, which is shorter
-        content = bytearray((folder / "a").read_bytes())
-        content[offset] ^= 1
-        (folder / "a").write_bytes(content)
+        flip(folder / "a", offset)
         assert find_damage(folder, files).keys() == {"a"}, offset
-        content[offset] ^= 1
-        (folder / "a").write_bytes(content)
+        flip(folder / "a", offset)
     os.truncate(folder / "a", 2559)
     (folder / "sub" / "b").unlink()
     (folder / "empty").unlink()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers.cases import slow_except
 from helpers.compare_runs import assert_same_weights, rows_of
+from helpers.damage import flip
 from helpers.small_runs import text_data
 
 from toolkit.checkpoints.weights import load_state, load_weights, save_state
@@ -43,12 +44,6 @@ def run(finished, tmp_path) -> Path:
 
 def step(run: Path, number: int) -> Path:
     return run / f"step-{number:08d}"
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 def resume(flags, out: Path, capsys, how="auto", *more: str) -> tuple[int, str, str]:
