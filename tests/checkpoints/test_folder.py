@@ -8,6 +8,7 @@ import torch
 import yaml
 from helpers.saving import write_checkpoint
 
+from toolkit.checkpoints import importers
 from toolkit.checkpoints.folder import (
     find_checkpoint_dir,
     find_model,
@@ -157,6 +158,26 @@ def test_s4_malformed_configs_are_one_line_errors(tmp_path, monkeypatch, text, m
         read_model_config(tmp_path)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "ran").exists()
+
+
+def test_other_tools_files_alone_need_an_extension(tmp_path, monkeypatch):
+    def ask(kind):
+        raise UserError("asked")
+
+    monkeypatch.setattr(importers, "registered", ask)
+    model = save(tmp_path / "m", LLAMA)
+    assert torch.equal(load_model(tmp_path / "m")(TOKENS), model(TOKENS))
+    change(tmp_path / "m", lambda s: s.update({"other": torch.zeros(1)}))
+    with pytest.raises(UserError, match="^asked"):
+        load_model(tmp_path / "m")
+    monkeypatch.setattr(importers, "registered", lambda kind: {})
+    with pytest.raises(UserError, match="other"):
+        load_model(tmp_path / "m")
+    (tmp_path / "m" / "model_config.yaml").write_text("n_layer: 2")
+    for missing, message in (("", "family is missing"), ("run pip install -e . again", "run pip install -e . again")):
+        monkeypatch.setattr(importers, "missing_built_in", lambda missing=missing: missing)
+        with pytest.raises(UserError, match=f"model_config.yaml: {message}$"):
+            read_model_config(tmp_path / "m")
 
 
 def test_find_checkpoint_dir(tmp_path, monkeypatch):

@@ -1,5 +1,5 @@
 """Checkpoints on disk: atomic storage, model folders and adapters.
 
 ``run`` saves and loads training state and sharded checkpoints. ``remote`` stores checkpoints on remote storage. ``hf``
-and ``peft`` convert between formats.
+converts from and to Hugging Face's format; extensions read others (``importers``).
 """

@@ -34,14 +34,14 @@ def parse(name: str, argv: list[str], subcommand: Command | None = None) -> dict
     """
     set_by.clear()
     subcommand = subcommand or COMMANDS.get(name) or all_commands()[name]
-    functions, positionals = (subcommand.load(),), subcommand.positionals
+    functions, positionals = [subcommand.load()], subcommand.positionals
     training: list[str] = []
     if subcommand.takes_training and "--" in argv:
         at = argv.index("--")
         argv, training = argv[:at], argv[at + 1 :]
     if subcommand.wraps_training and not {"--help", "-h", *subcommand.other_words} & {*argv[:1]}:
         wrapped = COMMANDS[_training_command(name, subcommand, argv)]
-        functions = (*functions, wrapped.load())
+        functions.append(wrapped.load())
         positionals = ("command", *wrapped.positionals)
     switches = {key for key, parameter in flat_parameters(functions).items() if parameter.kind is bool}
     words = split_words(argv, positionals, switches, subcommand.takes_list)
