@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.processes import Forked, finish, start
+from toolkit_metric.evaluate import open_checkpoint
+from toolkit_metric.options import EvaluateOptions
 from torch import nn
 
 import toolkit
@@ -25,9 +27,7 @@ from toolkit.data.tokens.rows import InMemoryDataset
 from toolkit.errors import PeerShutdownError, UserError
 from toolkit.models.gpt import GPT
 from toolkit.models.loss_wrapper import LossWrapper, find_blocks
-from toolkit.planning.evaluate_options import EvaluateOptions
 from toolkit.training import build, data_reader, engine
-from toolkit.training.evaluate import open_checkpoint
 from toolkit.ui.loggers import read_metrics
 
 ROOT = Path(__file__).parents[1]

@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 from helpers.sealing import seal
+from toolkit_metric.evaluate import data_of_run
 
 from tests.checkpoints.test_adapters import make
 from tests.commands.test_consolidate import make_checkpoint, shard
@@ -32,7 +33,6 @@ from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import config_from_hf
 from toolkit.training.checkpoint_meta import read_meta
-from toolkit.training.evaluate import data_of_run
 from toolkit.ui.loggers import MetricsCSV
 
 

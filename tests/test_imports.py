@@ -30,7 +30,6 @@ LAYERS = [
     {"checkpoints"},
     {"inference"},
     {"objectives"},
-    {"metrics"},
     {"planning"},
     {"training"},
     {"api", "commands", "model"},
@@ -409,7 +408,7 @@ WRITTEN = {  # texts that are written to a file or a stream without toolkit.esca
         "toolkit_launch/command.py text", "toolkit_report/command.py content.encode()",
     },
     "read back as an error, in one line": {"data/streamed/tokenize_worker.py f'{path}{error}'"},
-    "what the user's own command prints": {"metrics/process.py chunk.decode(errors='replace')"},
+    "what the user's own command prints": {"toolkit_metric/process.py chunk.decode(errors='replace')"},
     "after stdout or a prompt of toolkit": {
         "commands/chat.py '>>> '", "distributed/ranks.py ' '.join([f'[rank {here}]', *map(str, message)]) + '\\n'"
     },

@@ -28,7 +28,7 @@ BUDGET = {
     "serve": 9_500,
     "report": 11_000,
     "foreign": 6_500,
-    "metric": 11_000,
+    "metric": 12_200,
     "interop": 16_500,
     "align": 16_500,
     "plan": 36_000,

@@ -23,6 +23,7 @@ BUILT_IN = (
     "toolkit_serve",
     "toolkit_report",
     "toolkit_foreign",
+    "toolkit_metric",
     "toolkit_interop",
     "toolkit_plan",
     "toolkit_align",
@@ -59,6 +60,7 @@ class Command:
         takes_training: Whether it takes a training command after ``--``, as ``training``, a :class:`CommandLine`.
         is_distributed: Whether it may run on several processes.
         takes_list: Whether the last positional parameter takes several words. ``setup`` gets them joined by commas.
+        checks_folder: Whether ``setup`` checks ``checkpoint_dir``, because it may not be a checkpoint.
     """
 
     module: str
@@ -71,6 +73,7 @@ class Command:
     takes_training: bool = False
     is_distributed: bool = False
     takes_list: bool = False
+    checks_folder: bool = False
 
     def load(self) -> Callable[..., None]:
         """Import the command and return its ``setup``."""
@@ -102,7 +105,8 @@ class Extension:
         objectives: Classes derived from :class:`toolkit.objectives.Objective`, for ``--objective``.
         heads: Objectives, each of which trains the head of its name, for ``--head``.
         option_groups: Frozen dataclasses, whose fields are options of the training commands: ``--GROUP.FIELD``.
-        metrics: Functions of generated answers, see :mod:`toolkit.metrics`, for ``--eval.metric``.
+        metrics: Functions ``(answers, references, rows)`` of generated answers, for ``--eval.metric``, see
+            tutorials/metric.md.
         run_callbacks: Functions ``make(launch, stack)`` that add callbacks to every run, by their place in
             :data:`PLACES`, see :func:`toolkit.training.callbacks.registered.make_callbacks`.
         importers: Objects of :class:`toolkit.checkpoints.importers.Importer`, which read other tools' checkpoints.
@@ -113,6 +117,8 @@ class Extension:
             out, see :class:`toolkit.planning.planner.Planner`.
         check: Path of a function that gets the :class:`toolkit.planning.run_args.RunArgs` of every run and raises a
             UserError if options of the extension have no effect or are incompatible.
+        check_start: Path of a function ``(args, has_callbacks)`` that is called in the first process before a run
+            starts, and raises a UserError if it cannot use a file, a package or another process.
     """
 
     families: Names = field(default_factory=dict)
@@ -132,6 +138,7 @@ class Extension:
     commands: Mapping[str, Command] = field(default_factory=dict)
     planner: str | None = None
     check: str | None = None
+    check_start: str | None = None
 
     def __post_init__(self) -> None:
         for kind in KINDS:
@@ -299,11 +306,11 @@ def require_planner(option: str) -> Any:
     return planner
 
 
-def run_checks(args: Any) -> None:
-    """Call each extension's check with the arguments of a run."""
+def run_checks(name: str, *args: Any) -> None:
+    """Call each extension's ``check`` or ``check_start``."""
     for origin, extension in all_extensions():
-        if extension.check is not None:
-            load_object(extension.check, f"extension {origin}: check {extension.check}")(args)
+        if (path := getattr(extension, name)) is not None:
+            load_object(path, f"extension {origin}: {name} {path}")(*args)
 
 
 def missing_message(name: str) -> str:
@@ -334,7 +341,7 @@ def extension_versions() -> dict[str, str]:
     for origin, extension in extensions().items():
         installed = _installed().get(origin)
         paths = [path for kind in KINDS for path in getattr(extension, kind).values()]
-        paths += filter(None, [extension.check, extension.planner])
+        paths += filter(None, [extension.check, extension.check_start, extension.planner])
         modules = {(origin if installed is None else installed[1]), *(path.rpartition(".")[0] for path in paths)}
         modules |= {command.module for command in extension.commands.values()}
         number = "" if installed is None else f"{version(origin)} "

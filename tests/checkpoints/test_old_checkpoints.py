@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.processes import Forked, clean, finish
+from toolkit_metric.evaluate import data_of_run
 from torch.nn.functional import cross_entropy
 
 from toolkit import cli, load
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
 from toolkit.training.checkpoint_meta import uses_old_ends, uses_old_tokenizer
-from toolkit.training.evaluate import data_of_run
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "checkpoints"
 spec = importlib.util.spec_from_file_location("write_checkpoints", FOLDER / "write.py")

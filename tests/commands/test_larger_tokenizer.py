@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from toolkit_metric.tasks import load_lm
 
 from toolkit.checkpoints.folder import write_model_files
 from toolkit.checkpoints.hf.export_hf import export_hf
 from toolkit.cli import main
 from toolkit.data.tokenizer import train_bpe
 from toolkit.errors import UserError
-from toolkit.inference.tasks import load_lm
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
 

@@ -11,17 +11,17 @@ from types import SimpleNamespace
 
 import pytest
 from helpers.cases import check_each
+from toolkit_metric.entries import METRICS
+from toolkit_metric.prompts import prompt_template, read_prompts
 
 import toolkit
 from toolkit.data import JSON
 from toolkit.data.base import DataModule
 from toolkit.data.sft import prepare as preparation
-from toolkit.data.sft.prompts import prompt_template, read_prompts
 from toolkit.data.sft.readers import Splits
 from toolkit.data.sft.schemas import KNOWN_COLUMNS, parse_row
 from toolkit.errors import UserError
 from toolkit.extension import import_object
-from toolkit.metrics import METRICS
 
 GATE = ("schemas.py", "messages.py")
 REPOSITORY = Path(toolkit.__file__).parents[1]
@@ -39,6 +39,7 @@ BASES = {
 }
 VALUES = dict.fromkeys(["messages", "conversations"], [USER, {**ANSWER, "content": "other"}])
 VALUES |= {"tools": [{"name": "f"}], "history": [["a", "b"]], "margin": 2, "choices": ["a", "b"], "weight": 0.0}
+SOURCES = (str(REPOSITORY / "toolkit"), str(REPOSITORY / "extensions"), __file__)
 COLUMNS = [*KNOWN_COLUMNS, "weight", "id", "image", "functions"]
 
 
@@ -51,7 +52,7 @@ class Watched(dict):
 
     def _note(self, name):
         frame = sys._getframe(2)
-        while frame and not frame.f_code.co_filename.startswith((str(REPOSITORY / "toolkit"), __file__)):
+        while frame and not frame.f_code.co_filename.startswith(SOURCES):
             frame = frame.f_back
         if Path(frame.f_code.co_filename).name not in GATE:
             self.readers.add((Path(frame.f_code.co_filename).name, frame.f_code.co_name, name))

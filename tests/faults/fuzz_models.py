@@ -9,6 +9,7 @@ from typing import Any
 from toolkit_interop.export_litgpt import export_litgpt
 from toolkit_interop.peft.export_peft import export_peft
 from toolkit_interop.peft.import_peft import check_base, import_peft
+from toolkit_metric.evaluate import data_of_run
 
 from tests.faults.states import shared, undisturbed
 from toolkit.checkpoints.adapters import read_adapter_info
@@ -24,7 +25,6 @@ from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
 from toolkit.models.families import family_of, get_config, list_names_by_family
 from toolkit.training.checkpoint_meta import read_callback_states, read_meta
-from toolkit.training.evaluate import data_of_run
 
 MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 

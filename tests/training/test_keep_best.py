@@ -12,7 +12,7 @@ from helpers.small_runs import text_data
 from toolkit.checkpoints.store import complete_checkpoints, newest, step_of
 from toolkit.checkpoints.weights import load_state
 from toolkit.cli import main
-from toolkit.metrics.best import VAL_LOSS, BestMetric
+from toolkit.planning.best_metric import VAL_LOSS, BestMetric
 from toolkit.training.callbacks.best import EarlyStopping
 from toolkit.training.run import Run
 

@@ -14,16 +14,16 @@ from helpers.compare_runs import assert_same_weights, losses
 from helpers.failing_data import Endless, EndlessRows
 from helpers.groups import Case, run_group
 from helpers.processes import finish, pretrain
+from toolkit_metric.evaluate import data_of_run, evaluate
+from toolkit_metric.options import EvaluateOptions
 
 from tests.training.test_run import arguments, folders
 from toolkit.cli import main
 from toolkit.data import Mixture, SyntheticTokens, TextFiles
 from toolkit.data.loader import train_batches
 from toolkit.errors import DataError, UserError
-from toolkit.planning.evaluate_options import EvaluateOptions
 from toolkit.training.checkpoint_meta import read_meta
 from toolkit.training.engine import run_training
-from toolkit.training.evaluate import data_of_run, evaluate
 from toolkit.training.validate import rows_of_source
 from toolkit.ui.loggers import read_metrics
 

@@ -14,14 +14,14 @@ from errno import EPIPE
 from importlib.abc import MetaPathFinder
 from typing import Any, TextIO, cast
 
-from toolkit.commands import COMMANDS, TRAINING, all_commands
+from toolkit.commands import COMMANDS, all_commands
 from toolkit.config import other_tools
 from toolkit.config.checks import print_once
 from toolkit.distributed.rendezvous import report_failure
 from toolkit.distributed.restarts import end_with_parent, is_supervised, supervise
 from toolkit.distributed.signals import hold_signals, ignore_until_exit
 from toolkit.errors import CommandError, TerminatedError, did_you_mean, notice, one_line, require_bitsandbytes
-from toolkit.extension import missing_built_in
+from toolkit.extension import Command, missing_built_in
 from toolkit.io.atomic import NO_SPACE
 from toolkit.io.streams import EscapedOutput, SafeOutput, open_missing_streams
 
@@ -83,7 +83,7 @@ def run(name: str, argv: list[str]) -> int:
         if arguments is not None:
             if missing_built_in():
                 notice(f"warning: not used: {missing_built_in()}")
-            _check_before_torch(name, arguments)
+            _check_before_torch(name, command, arguments)
             shared = getattr(arguments.get("options"), "shared", None)
             if shared is not None and shared.max_restarts:
                 if not is_supervised():
@@ -120,7 +120,7 @@ def run(name: str, argv: list[str]) -> int:
         return _end(program, f"{type(error).__name__}: {error}", 1, is_internal=True)
 
 
-def _check_before_torch(name: str, arguments: dict[str, Any]) -> None:
+def _check_before_torch(name: str, command: Command, arguments: dict[str, Any]) -> None:
     """Check checkpoint folder and packages before importing torch. Some commands check the folder themselves."""
     from toolkit.checkpoints.find import find_checkpoint_dir
     from toolkit.io.paths import is_url
@@ -129,8 +129,8 @@ def _check_before_torch(name: str, arguments: dict[str, Any]) -> None:
     for group in arguments.keys() & {"options", "shared"}:
         values |= vars(arguments[group])
     folder = values.get("checkpoint_dir")
-    takes_others = name in (*TRAINING, "verify", "consolidate", "evaluate") or (name == "merge_lora" and is_url(folder))
-    if folder is not None and not takes_others:
+    is_checked = command.checks_folder or (name == "merge_lora" and is_url(folder))
+    if folder is not None and not is_checked:
         find_checkpoint_dir(folder)
     if values.get("quantize") is not None:
         require_bitsandbytes(f"--quantize {values['quantize']}")

@@ -24,7 +24,6 @@ _COMMANDS = {
     "inspect_data": ("", "show tokens and labels, count trained tokens"),
     "generate": ("checkpoint_dir", "generate text from a prompt"),
     "chat": ("checkpoint_dir", "chat with a model"),
-    "evaluate": ("checkpoint_dir", "compute loss, perplexity and bits per byte"),
     "download": ("repo_id", "download a model from the Hugging Face hub"),
     "convert_from_hf": ("hf_dir out_dir", "import a Hugging Face folder"),
     "convert_to_hf": ("checkpoint_dir out_dir", "export a Hugging Face folder"),
@@ -35,6 +34,7 @@ _COMMANDS = {
     "completion": ("shell", "print a completion script for bash, zsh or fish"),
     "average": ("out_dir", "average the weights of checkpoints"),
 }
+_CHECK_FOLDER = (*TRAINING, "verify", "consolidate")
 COMMANDS: dict[str, Command] = {
     name: Command(
         f"toolkit.commands.{name}",
@@ -42,6 +42,7 @@ COMMANDS: dict[str, Command] = {
         tuple(positionals.split()),
         _EXAMPLES.get(name),
         is_distributed=name in TRAINING,
+        checks_folder=name in _CHECK_FOLDER,
     )
     for name, (positionals, text) in _COMMANDS.items()
 }

@@ -322,6 +322,6 @@ def find_conflicts(facts: Facts) -> Iterator[str]:
 
 def require_compatible(facts: Facts) -> None:
     """Check a run's options against the table, and run the extensions' checks."""
-    run_checks(facts.args)
+    run_checks("check", facts.args)
     for message in find_conflicts(facts):
         raise UserError(message)

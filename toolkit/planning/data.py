@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from toolkit.checkpoints.folder import read_model_config
 from toolkit.data.base import (
+    DataModule,
     LabelSet,
     PreparedData,
     Report,
+    data_modules,
     epoch_rows,
     is_ragged,
     largest_token,
@@ -22,6 +24,7 @@ from toolkit.data.tokens.rows import PythonData, check_rows
 from toolkit.data.tokens.synthetic import SyntheticRows
 from toolkit.errors import UserError
 from toolkit.extension import is_built_in
+from toolkit.io.paths import is_path_option
 from toolkit.models.config import ModelConfig
 from toolkit.objectives import Objective
 from toolkit.optim.schedule import build_schedule
@@ -155,3 +158,14 @@ def with_vocabulary(config: ModelConfig | None, data: PreparedData) -> ModelConf
             f"pretrain a model with --model_config.vocab_size {max(vocab_sizes)}"
         )
     return config
+
+
+def option_to_trust(data: DataModule) -> str | None:
+    """Return the first option that names a path or repository, with its value; None if there is none."""
+    for module in data_modules(data):
+        default = {field.name: field.default for field in fields(module)}  # type: ignore[arg-type]  # all are dataclasses
+        for option, value in vars(module).items():
+            # "" is unset in checkpoints of older versions
+            if (is_path_option(option) or option == "repo_id") and value not in (None, "", default[option]):
+                return f"{option} {value}"
+    return None

@@ -16,14 +16,12 @@ from toolkit.distributed.launchers import is_launched
 from toolkit.distributed.mesh import data_devices
 from toolkit.distributed.world import detect_world
 from toolkit.errors import UserError, did_you_mean, require_bitsandbytes, require_option, require_package
-from toolkit.extension import add_cwd_to_path, registered, require_planner
+from toolkit.extension import add_cwd_to_path, missing_built_in, registered, require_planner, run_checks
 from toolkit.io.paths import is_url
-from toolkit.metrics import parse_metrics
-from toolkit.metrics.best import check_best_by
-from toolkit.metrics.process import check_metrics
 from toolkit.models.families import DEFAULT_MODEL, get_config
 from toolkit.optim import HYBRID_OPTIMIZERS, PACKAGES, TORCH_OPTIMIZERS
 from toolkit.planning.batch import UNKNOWN_BATCH, BatchPlan, plan_batch
+from toolkit.planning.best_metric import check_best_by
 from toolkit.planning.compatibility import require_compatible
 from toolkit.planning.facts import Facts
 from toolkit.planning.own_tokenizer import download_hint, own_repository
@@ -36,7 +34,10 @@ def check_options(args: RunArgs) -> None:
     if not args.out_dir:
         raise UserError("--out_dir '': must not be empty; give a folder")
     check_out_dir(args.out_dir, args.staging_dir)
-    parse_metrics(args.eval.metric)
+    for name in ("metric", "tasks"):
+        value = getattr(args.eval, name)
+        has_built_in = any(entry.origin == "toolkit" for entry in registered("metrics").values())
+        require_option(value is None or has_built_in, f"eval.{name}", value, missing_built_in())
     ratio = args.loraplus_lr_ratio
     require_option(0 < ratio < math.inf, "loraplus_lr_ratio", ratio, "must be greater than zero")
     batch = _known_batch(args)
@@ -81,10 +82,10 @@ def check_start(args: RunArgs, *, writes: bool = True, has_callbacks: bool = Fal
         raise UserError(f"--data {type(data).__name__}: needs the tokenizer of the model; {hint}")
     if is_launched():
         return
-    check_best_by(args.eval, args.objective, bool(args.callbacks) or has_callbacks)
-    check_metrics(args.eval)
-    if args.eval.tasks is not None:
-        require_package(f"--eval.tasks {args.eval.tasks}", "lm_eval", "0.4.9.2")
+    has_callbacks = has_callbacks or bool(args.callbacks)
+    if args.eval.metric is None:
+        check_best_by(args.eval, args.objective, has_callbacks)
+    run_checks("check_start", args, has_callbacks)
     quantize = "" if args.quantize is None else f" --quantize {args.quantize}"
     check_files(data, f"toolkit {args.command} {args.initial_checkpoint_dir}{quantize}")
     if writes and isinstance(args.resume, str) and is_url(args.resume):

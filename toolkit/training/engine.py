@@ -27,13 +27,11 @@ from toolkit.planning.planner import oom_advice
 from toolkit.planning.resolve import ResolvedConfig
 from toolkit.planning.run_args import RunArgs
 from toolkit.training.build import build_checkpointer, build_models, build_reader
-from toolkit.training.callbacks.answers import make_answer_metrics
 from toolkit.training.callbacks.loading import load_callbacks
 from toolkit.training.callbacks.registered import make_callbacks, with_checkpointer
 from toolkit.training.callbacks.samples import make_sampler
 from toolkit.training.callbacks.spikes import SkipSpikes
 from toolkit.training.callbacks.standard import build_callbacks, finish_run
-from toolkit.training.callbacks.tasks import TaskMetrics
 from toolkit.training.callbacks.upload import uploads
 from toolkit.training.compiler import resolve_compiler
 from toolkit.training.control_files import SAVE_NOW, STOP, ControlFiles
@@ -112,7 +110,6 @@ def open_run(
         _report_dry_run(launch, build_reader(launch, stack))
         return None
     made = {} if launch.is_short else make_callbacks(launch, stack)
-    callbacks = [*callbacks, *make_answer_metrics(launch, stack)]
     launch = replace(launch, data=launch.args.objective.prepare(launch))
     state, display = launch.state, launch.display
     reader = build_reader(launch, stack)
@@ -130,8 +127,6 @@ def open_run(
         return None
     if checkpointer.sharded and not launch.is_short:
         checkpointer.leaders = disk_leaders(launch.out_dir, world.local_rank == 0, launch.remote is not None)
-    if launch.args.eval.tasks is not None:
-        callbacks.append(TaskMetrics(launch, checkpointer))
     added = with_checkpointer(made, checkpointer)
     all_callbacks = build_callbacks(launch, model, reader.order, callbacks, sampler, stack, checkpointer.leaders, added)
     if state.resume_from is not None:

@@ -26,8 +26,8 @@ from toolkit.distributed.launchers import is_launched
 from toolkit.distributed.world import WorldInfo, detect_world
 from toolkit.errors import count_of, notice
 from toolkit.io.processes import count_cores
-from toolkit.metrics.best import BestMetric
 from toolkit.models.block import Block
+from toolkit.planning.best_metric import BestMetric
 from toolkit.planning.data import complete, prepare_data
 from toolkit.planning.resolve import DeviceSpec, ResolvedConfig, device_spec_of
 from toolkit.planning.run_args import RunArgs

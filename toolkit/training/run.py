@@ -22,8 +22,8 @@ from toolkit.data.base import Report, State, row_count
 from toolkit.distributed import ranks
 from toolkit.distributed.private_lightning import FabricModule
 from toolkit.errors import CallbackError, CommandError, GuardError, UserError
-from toolkit.metrics.best import VAL
 from toolkit.objectives.base import Objective
+from toolkit.planning.best_metric import VAL
 from toolkit.planning.limits import Progress
 from toolkit.training.checkpointer import Checkpointer
 from toolkit.training.data_reader import DataReader

@@ -11,10 +11,10 @@ from toolkit_align import reward as metric
 from toolkit_align import text_scorer
 from toolkit_align.reward import reward
 from toolkit_align.text_scorer import TextScorer
+from toolkit_metric.prompts import prompt_template, read_prompts
 
 from toolkit.data import JSON, Preference
 from toolkit.data.chat.template import Encoding
-from toolkit.data.sft.prompts import prompt_template, read_prompts
 from toolkit.data.sft.schemas import Record
 from toolkit.data.sft.tokenize import mark_scored
 from toolkit.data.tokenizer import Tokenizer

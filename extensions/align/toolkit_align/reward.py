@@ -7,11 +7,12 @@ from typing import Any
 from toolkit.data.sft.labels import MULTI, SINGLE
 from toolkit.data.sft.schemas import Record
 from toolkit.errors import UserError
-from toolkit.metrics.functions import References, Rows, Scores
 from toolkit_align.text_scorer import TextScorer
 
 
-def reward(answers: Sequence[str], references: References, prompts: Rows, folder: str) -> Scores:
+def reward(
+    answers: Sequence[str], references: Sequence[str | None], prompts: Sequence[dict[str, Any]], folder: str
+) -> dict[str, list[float]]:
     """The score of a reward model, a checkpoint folder, for each answer after its prompt. Computed on the CPU."""
     scorer = _load_scorer(folder)
     encodings = [

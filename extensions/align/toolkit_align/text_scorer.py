@@ -16,7 +16,6 @@ from toolkit.data.sft.messages import EmptyAnswerError
 from toolkit.data.sft.schemas import Record
 from toolkit.data.sft.tokenize import Counts, cut_end, cut_prompts, mark_scored, tokenize_record
 from toolkit.errors import UserError
-from toolkit.inference.answers import split
 from toolkit.inference.chat import find_template
 from toolkit.inference.load import load_checkpoint
 from toolkit_align.scores import read_scores
@@ -76,7 +75,7 @@ class TextScorer:
 
     def predict(self, encodings: Sequence[Encoding], batch_size: int = 8) -> Iterator[list[Any]]:
         """Yield the prediction for each text, then the probability of each label, or the rewards of its tokens."""
-        for part in split(encodings, batch_size):
+        for part in (encodings[i : i + batch_size] for i in range(0, len(encodings), batch_size)):
             yield from self._predict(part)
 
     @torch.no_grad()

@@ -9,11 +9,12 @@ import math
 from pathlib import Path
 from typing import Any
 
+from toolkit_metric.evaluate import data_of_run
+
 from toolkit.checkpoints.folder import read_model_config
 from toolkit.data.base import DataModule
 from toolkit.errors import UserError
 from toolkit.models.gpt import model_on_meta
-from toolkit.training.evaluate import data_of_run
 from toolkit.ui.loggers import read_metrics
 from toolkit_free_transformer.iwae import iwae_of_checkpoint
 from toolkit_free_transformer.letters import Letters, entropy_per_token

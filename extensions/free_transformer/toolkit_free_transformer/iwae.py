@@ -49,9 +49,10 @@ def iwae_of_checkpoint(checkpoint_dir: str, k: int, rows: int) -> float:
     Raises:
         UserError: the checkpoint cannot be read.
     """
+    from toolkit_metric.evaluate import data_of_run
+
     from toolkit.checkpoints.folder import find_model, load_model
     from toolkit.data.tokenizer import Tokenizer
-    from toolkit.training.evaluate import data_of_run
 
     folder = find_model(checkpoint_dir)
     model = load_model(folder, dtype=torch.float32).eval()

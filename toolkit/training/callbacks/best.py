@@ -7,7 +7,7 @@ from typing import Any
 
 from toolkit.checkpoints.store import BEST, complete_checkpoints
 from toolkit.distributed import ranks
-from toolkit.metrics.best import VAL_LOSS, BestMetric
+from toolkit.planning.best_metric import VAL_LOSS, BestMetric
 from toolkit.training.run import Callback, Metrics, Run
 
 

@@ -8,10 +8,9 @@ from toolkit.data.chat.template import tokenizer_template
 from toolkit.distributed.device import precision_hint
 from toolkit.errors import StoppedByFileError, one_line
 from toolkit.escape import shell_word
-from toolkit.metrics.best import VAL
 from toolkit.models.families import export_error
-from toolkit.planning.data import describe_stand_in
-from toolkit.training.evaluate import option_to_trust
+from toolkit.planning.best_metric import VAL
+from toolkit.planning.data import describe_stand_in, option_to_trust
 from toolkit.training.run import Callback, Metrics, Run
 from toolkit.ui.events import REPORT
 

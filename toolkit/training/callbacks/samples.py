@@ -14,7 +14,8 @@ from toolkit.data.base import PreparedData, TokenDataset, rows_of
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed import ranks
 from toolkit.errors import UserError
-from toolkit.inference.answers import Answerer
+from toolkit.inference.generate import complete
+from toolkit.inference.sampling import GREEDY
 from toolkit.inference.text import stop_tokens
 from toolkit.models.config import ModelConfig
 from toolkit.training.run import Callback, Metrics, Run
@@ -57,11 +58,14 @@ class Sampler(Callback):
         """
         display.phase("sampling")
         with generating(model):
-            [tokens] = Answerer(model, next(model.parameters()).device).generate(
-                [self.prompt],
+            [tokens] = complete(
+                model,
+                [torch.tensor(self.prompt)],
                 max_new_tokens=self.max_new_tokens,
+                sampling=GREEDY,
                 cuda_graph=False,  # a CUDA graph would take memory from training
                 eos_ids=() if self.tokenizer is None else stop_tokens(self.tokenizer),
+                notice=lambda line: None,
             )
         prompt = " | ".join(" ".join(line.split()) for line in self._text(self.prompt).splitlines() if line.strip())
         if len(prompt) > _MAX_CHARS:

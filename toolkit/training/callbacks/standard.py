@@ -15,10 +15,9 @@ from toolkit.distributed.device import peak_flops
 from toolkit.distributed.private_lightning import FabricModule
 from toolkit.errors import UserError
 from toolkit.io.tempfiles import sweep
-from toolkit.metrics import direction_of
-from toolkit.metrics.best import VAL, BestMetric
 from toolkit.objectives.base import LOSS, checked_parts
 from toolkit.objectives.inputs import original_module
+from toolkit.planning.best_metric import VAL, BestMetric, direction_of
 from toolkit.training.callbacks.best import EarlyStopping, KeepBest
 from toolkit.training.callbacks.console import Console
 from toolkit.training.callbacks.metrics import (

@@ -15,6 +15,8 @@ from helpers.sealing import seal
 from helpers.small_runs import write_base
 from helpers.talker import make_talker
 from helpers.tiny_configs import PHI3, longrope
+from toolkit_metric.evaluate import data_of_run
+from toolkit_metric.tasks import load_lm, run_tasks
 
 from toolkit.checkpoints.adapters import AdapterInfo, write_adapter_files
 from toolkit.checkpoints.fingerprint import base_fingerprint
@@ -24,9 +26,7 @@ from toolkit.cli import main
 from toolkit.data import PythonStdlib
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
-from toolkit.inference.tasks import load_lm, run_tasks
 from toolkit.models.lora import LoRAConfig, add_lora, is_adapter
-from toolkit.training.evaluate import data_of_run
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,7 @@ def stopped_before_loading(monkeypatch, tmp_path):
             folders.append((folder, json.loads((folder / "config.json").read_text())))
             raise error
 
-        monkeypatch.setattr("toolkit.training.evaluate.load_lm", stop)
+        monkeypatch.setattr("toolkit_metric.evaluate.load_lm", stop)
         return main(["evaluate", *map(str, words), "--accelerator", "cpu"]), *folders[-1]
 
     return evaluate
@@ -176,7 +176,7 @@ def test_4_bits_and_adapters_are_exported_in_bf16(stopped_before_loading, talker
 
 def test_tasks_need_transformers_and_a_family_that_it_has(talker, capsys, monkeypatch):
     words = ["evaluate", str(talker), "--tasks", "say", "--accelerator", "cpu"]
-    monkeypatch.setattr("toolkit.training.evaluate.find_tasks", lambda *_: None)
+    monkeypatch.setattr("toolkit_metric.evaluate.find_tasks", lambda *_: None)
     monkeypatch.setattr("toolkit.models.families.Family.is_in_transformers", False)
     assert main(words) == 2
     assert "--tasks say: transformers has no class for 'llama'; remove --tasks" in capsys.readouterr().err

@@ -15,6 +15,7 @@ from helpers.groups import Case, run_group
 from helpers.lm_eval_tasks import write_tasks
 from helpers.small_runs import write_base
 from helpers.talker import make_talker
+from toolkit_metric.task_callback import columns_of
 
 from toolkit.checkpoints.folder import load_model
 from toolkit.checkpoints.store import step_of
@@ -22,7 +23,6 @@ from toolkit.cli import main
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.inference.generate import generate
 from toolkit.inference.sampling import GREEDY
-from toolkit.training.callbacks import tasks
 
 MODULE = textwrap.dedent("""
     import os, time, zlib
@@ -106,7 +106,7 @@ def answers(out: Path) -> list[dict]:
 
 def test_metrics_do_not_affect_training_are_resumed_and_decide(flags, tmp_path, capsys, monkeypatch):
     """With dropout, whose random numbers the answers must not change."""
-    monkeypatch.setattr("toolkit.metrics.answers._SLOW_START_S", 0.0)
+    monkeypatch.setattr("toolkit_metric.answers._SLOW_START_S", 0.0)
     flags = [*flags, "--lora_dropout", "0.2", "--train.keep_best", "true", "--train.save_interval", "3"]
     assert main(["finetune_lora", *flags, "--out_dir", "without"]) == 0
     by_metric = [*flags, *METRIC, "--eval.best_by", "first", "--eval.initial_validation", "true"]
@@ -251,7 +251,7 @@ def test_columns_of_tasks():
         "arc_easy": {"acc": 0.5, "acc_stderr": 0.1, "num_fewshot": 0, "samples": 3},
         "gsm8k": {"exact_match,strict-match": 1, "exact_match_stderr,strict-match": 0.0, "samples": 3},
     }
-    assert tasks.columns_of(results) == {
+    assert columns_of(results) == {
         "val_arc_easy_acc": 0.5, "val_arc_easy_acc_stderr": 0.1,
         "val_gsm8k_exact_match_strict-match": 1.0, "val_gsm8k_exact_match_strict-match_stderr": 0.0,
     }  # fmt: skip

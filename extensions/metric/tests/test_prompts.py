@@ -5,9 +5,9 @@ import json
 import pytest
 from helpers.cases import check_each
 from helpers.chatml import CHATML
+from toolkit_metric.prompts import prompt_template, read_prompts
 
 from toolkit.data import JSON, Preference
-from toolkit.data.sft.prompts import prompt_template, read_prompts
 from toolkit.data.tokenizer import train_bpe
 from toolkit.errors import UserError
 

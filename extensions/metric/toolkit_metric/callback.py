@@ -11,15 +11,15 @@ from toolkit.data.batch import choose_padding
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed import ranks
 from toolkit.errors import UserError
-from toolkit.inference.answers import Answerer
 from toolkit.io.atomic import write_atomic
-from toolkit.metrics.answers import MetricSetup, answer_prompts, measure_answers, set_up_metrics
-from toolkit.metrics.best import VAL
-from toolkit.metrics.process import MetricProcess
 from toolkit.objectives.inputs import original_module
+from toolkit.planning.best_metric import VAL
 from toolkit.training.callbacks.samples import generating
 from toolkit.training.launch import Launch
 from toolkit.training.run import Callback, Metrics, Run
+from toolkit_metric.answerer import Answerer
+from toolkit_metric.answers import MetricSetup, answer_prompts, measure_answers, set_up_metrics
+from toolkit_metric.process import MetricProcess
 
 ANSWERS = "logs/answers.jsonl"
 """The answers of the last validation, one JSON object per line."""
@@ -109,15 +109,13 @@ class AnswerMetrics(TimedMetrics):
         return {f"{VAL}{name}": value for name, value in summary.items()}
 
 
-def make_answer_metrics(launch: Launch, stack: ExitStack) -> list[AnswerMetrics]:
-    """Start the functions of ``--eval.metric``, if there are any, and try them. ``stack`` ends their processes.
+def make_answer_metrics(launch: Launch, stack: ExitStack) -> AnswerMetrics:
+    """Start the functions of ``--eval.metric``, and try them. ``stack`` ends their processes.
 
     Raises:
         UserError: A function or the data cannot be used.
     """
     tokenizer = launch.data.tokenizer
-    if not launch.args.eval.metric:
-        return []
     if tokenizer is None:
         raise UserError(f"--eval.metric {launch.args.eval.metric}: needs a tokenizer; specify --tokenizer_dir")
     evaluation, config, display = launch.args.eval, launch.state.model.config, launch.display
@@ -131,4 +129,4 @@ def make_answer_metrics(launch: Launch, stack: ExitStack) -> list[AnswerMetrics]
 
     display.phase("starting --eval.metric")
     setup = ranks.result_of_rank0(set_up, ranks.WaitReporter("start --eval.metric", display.message))
-    return [AnswerMetrics(setup, processes, tokenizer)]
+    return AnswerMetrics(setup, processes, tokenizer)

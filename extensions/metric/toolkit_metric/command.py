@@ -6,9 +6,9 @@ from typing import Any
 
 from toolkit.checkpoints.find import find_checkpoint_dir, head_of, is_hf_folder
 from toolkit.errors import require_option
-from toolkit.metrics.process import check_metrics
-from toolkit.planning.evaluate_options import EvaluateOptions, RunData
 from toolkit.planning.options import check_files
+from toolkit_metric.options import EvaluateOptions, RunData
+from toolkit_metric.process import check_metrics
 
 _ONLY_LOSS = ("split", "eval.max_iters", "micro_batch_size")
 _ONLY_TEXT = ("split", "eval.max_iters", "max_seq_length", "trust_checkpoint_data", "eval.metric")
@@ -41,7 +41,7 @@ def setup(options: EvaluateOptions) -> None:
         check_files(options.data, f"toolkit evaluate {options.checkpoint_dir}")
     check_metrics(options.eval)
 
-    from toolkit.training.evaluate import evaluate, evaluate_answers, evaluate_tasks, open_checkpoint
+    from toolkit_metric.evaluate import evaluate, evaluate_answers, evaluate_tasks, open_checkpoint
 
     checkpoint = open_checkpoint(options)
     result = (evaluate_tasks if has_tasks else evaluate_answers if has_metric else evaluate)(checkpoint)

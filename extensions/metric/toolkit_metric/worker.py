@@ -1,4 +1,4 @@
-"""The process that calls a metric function, see :mod:`toolkit.metrics.process`."""
+"""The process that calls a metric function, see :mod:`toolkit_metric.process`."""
 
 import inspect
 import json
@@ -14,7 +14,7 @@ from typing import Any
 
 from toolkit.errors import UserError, one_line
 from toolkit.extension import import_object
-from toolkit.metrics import Traits
+from toolkit_metric.entries import Traits
 
 _MAX_NAMES = 100
 _NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}")

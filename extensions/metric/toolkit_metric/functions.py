@@ -1,4 +1,4 @@
-"""The metrics that every run can use. See :mod:`toolkit.metrics` for the arguments.
+"""The metrics that every run can use. See :mod:`toolkit_metric.entries` for the arguments.
 
 Each returns one number per row: 1 or 0, between them for ROUGE-L, or any for a reward.
 """

@@ -10,12 +10,12 @@ from toolkit.distributed import ranks
 from toolkit.distributed.launchers import run_toolkit
 from toolkit.errors import CommandError, UserError
 from toolkit.io.tempfiles import temporary_prefix
-from toolkit.metrics.best import VAL
-from toolkit.training.callbacks.answers import TimedMetrics
+from toolkit.planning.best_metric import VAL
 from toolkit.training.checkpointer import Checkpointer
 from toolkit.training.launch import Launch
 from toolkit.training.run import Metrics, Run
 from toolkit.ui.progress import STDERR
+from toolkit_metric.callback import TimedMetrics
 
 _TRIAL_QUESTIONS = 2  # one has no standard error
 

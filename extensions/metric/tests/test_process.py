@@ -6,15 +6,18 @@ import sys
 import textwrap
 import time
 from contextlib import closing
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from helpers.cases import check_each
+from toolkit_metric import process, worker
+from toolkit_metric.entries import METRICS, Metric, Traits, parse_metrics
+from toolkit_metric.process import MetricProcess, check_best_by, check_metrics
 
 from toolkit.config import EvalArgs
 from toolkit.errors import UserError
-from toolkit.metrics import METRICS, Metric, Traits, parse_metrics, process, worker
-from toolkit.metrics.process import MetricProcess, check_metrics
+from toolkit.objectives import NextToken
 
 MODULE = textwrap.dedent("""
     import os, random, subprocess, sys, time
@@ -189,3 +192,19 @@ def test_what_cannot_be_loaded_is_named_before_a_run(start, tmp_path):
     assert choice.traits == Traits(needs_log_probs=True, needs_references=True, higher_is_better=True)
     assert start("good").traits == Traits()
     choice.close()
+
+
+def test_names_that_the_options_rule_out():
+    def check(metric, name, message):
+        args = SimpleNamespace(eval=EvalArgs(best_by=name, metric=metric), objective=NextToken())
+        if message is None:
+            return check_best_by(args, False)
+        with pytest.raises(UserError, match=message):
+            check_best_by(args, False)
+
+    check_each(check, [
+        ("exact_match", "exact_match", None), (["regex:a", "regex:b"], "regex_2", None),
+        ("choice", "choice_norm", None), ("m:f", "acc", None),
+        ("exact_match", "exact", "no metric .* name; did you mean 'val_exact_match'"),
+        ("regex:a", "regex_2", "did you mean 'val_regex'"),
+    ])  # fmt: skip

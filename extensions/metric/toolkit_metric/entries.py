@@ -11,7 +11,7 @@ Attributes of a function may ask for others, see :class:`Traits`.
 It returns a dictionary. A list with a number for each row gives the mean and its standard error, a number is taken as
 it is. A text after the name in ``--eval.metric NAME:TEXT`` is the function's fourth argument.
 
-Functions run in a process that does nothing else (:mod:`toolkit.metrics.process`), so that they cannot change or hang
+Functions run in a process that does nothing else (:mod:`toolkit_metric.process`), so that they cannot change or hang
 the training process.
 """
 
@@ -22,12 +22,9 @@ from typing import NamedTuple
 
 from toolkit.errors import UserError, did_you_mean
 from toolkit.extension import registered
+from toolkit_metric import EXTENSION
 
-_FUNCTIONS = "toolkit.metrics.functions"
-METRICS = {
-    name: f"{_FUNCTIONS}.{name}"
-    for name in ("exact_match", "choice", "number", "regex", "json_valid", "rouge_l", "check")
-}
+METRICS = EXTENSION.metrics
 """Path of each function of this package."""
 
 
@@ -48,11 +45,6 @@ class Traits(NamedTuple):
     higher_is_better: bool | dict[str, bool | None] | None = None
 
 
-def direction_of(higher_is_better: bool | dict[str, bool | None] | None, name: str) -> bool | None:
-    """Return whether the highest value of a metric is the best one; None if unknown."""
-    return higher_is_better.get(name) if isinstance(higher_is_better, dict) else higher_is_better
-
-
 class Metric(NamedTuple):
     """An entry of ``--eval.metric``.
 
@@ -71,7 +63,7 @@ class Metric(NamedTuple):
 
 def parse_metrics(value: str | Sequence[str] | None) -> list[Metric]:
     """Return the metrics of ``--eval.metric``: names, ``NAME:TEXT`` or ``MODULE:FUNCTION``, separated by commas."""
-    paths = METRICS | {name: entry.path for name, entry in registered("metrics", METRICS).items()}
+    paths = {name: entry.path for name, entry in registered("metrics").items()}
     metrics: list[Metric] = []
     entries = value.split(",") if isinstance(value, str) else value or []
     for entry in (str(entry).strip() for entry in entries):
