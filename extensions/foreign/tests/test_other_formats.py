@@ -7,6 +7,7 @@ import pytest
 import torch
 import yaml
 from toolkit_foreign.formats import FORMATS
+from toolkit_foreign.groups import GROUPS
 
 from toolkit.cli import main
 from toolkit.cli import parser as cli_parser
@@ -272,7 +273,7 @@ def test_every_key_has_its_effect(parse):
         options = parse(content)
         assert {name: look_up(options, name) for name in expected} == expected
     seen = {f"{group}.{key}" for content, _ in EFFECTS for group, keys in content.items() for key in keys}
-    assert seen == {f"{group}.{key}" for group, keys in FORMATS.items() for key in keys}
+    assert seen == {f"{group}.{key}" for group, keys in FORMATS.items() for key in keys} and (*FORMATS,) == GROUPS
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from toolkit.extension import Extension
 
 EXTENSION = Extension(
     dialects={
-        "files": "toolkit_foreign.formats.DIALECT",
+        "files": "toolkit_foreign.groups.DIALECT",
         "trainers": "toolkit_foreign.trainer_arguments.DIALECT",
     }
 )

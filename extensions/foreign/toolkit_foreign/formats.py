@@ -1,15 +1,15 @@
 """Convert configuration files of other tools to toolkit options: an FSDP guide's YAML and minGPT's hydra file.
 
-A file is recognized by its groups. It may also contain toolkit's keys, unless both set the same option. For each key,
-one line reports the options that it sets, or why it has no effect; an unsupported key is an error. Keys that flags or
-later files override are not checked. Batch sizes of both formats are per device.
+A file may also contain toolkit's keys, unless both set the same option. For each key, one line reports the options that
+it sets, or why it has no effect; an unsupported key is an error. Keys that flags or later files override are not
+checked. Batch sizes of both formats are per device.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 from toolkit.config.checks import note
-from toolkit.config.dialects import Dialect, ForeignFile
+from toolkit.config.dialects import ForeignFile
 from toolkit.config.values import OptionValue
 from toolkit.errors import UserError, did_you_mean
 from toolkit_foreign import fsdp_guide, mingpt
@@ -25,21 +25,11 @@ FORMATS = {
     "optimizer_config": mingpt.OPTIMIZER,
     "trainer_config": mingpt.TRAINER,
 }
-"""Conversion rules by group and key."""
+"""Conversion rules by group (:data:`toolkit_foreign.groups.GROUPS`) and key."""
 _REPLACED_BY = {
     "model_name": ("model_name", "initial_checkpoint_dir"),
     "train.lr_warmup_steps": ("train.lr_warmup_steps", "train.lr_warmup_fraction"),
 }
-
-
-def find_groups(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the other tools' groups in a file. A ``hydra`` group needs one of minGPT's groups."""
-    groups = {name: inner for name, inner in values.items() if name in FORMATS}
-    if not (isinstance(data := groups.get("data"), Mapping) and "dataset_name" in data):
-        groups.pop("data", None)  # toolkit's own
-    if any(name.endswith("_config") for name in groups) and "hydra" in values:
-        groups["hydra"] = values["hydra"]
-    return groups
 
 
 def translate(foreign: ForeignFile) -> dict[str, tuple[Any, str]]:
@@ -119,6 +109,3 @@ def _is_unset(file: ForeignConfig, option: str) -> bool:
 
 def _flags(options: Options) -> str:
     return " ".join(f"--{option} {OptionValue('', value).text}" for option, value in options.items())
-
-
-DIALECT = Dialect(groups=find_groups, translate=translate)
