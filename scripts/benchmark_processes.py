@@ -16,7 +16,7 @@ from typing import Any
 
 from toolkit.errors import UserError
 
-# The glibc settings of disable_malloc_trim in toolkit/distributed/memory.py, for the peers.
+# The glibc settings of disable_malloc_trim in toolkit/distributed/cpu_memory.py, for the peers.
 MALLOC = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "MALLOC_TRIM_THRESHOLD_": str((1 << 31) - 1),

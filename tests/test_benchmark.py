@@ -178,7 +178,7 @@ def test_products_in_turns_run_alone(tmp_path):
 
 
 def test_peers_get_the_malloc_settings_of_toolkit(monkeypatch):
-    from toolkit.distributed.memory import disable_malloc_trim
+    from toolkit.distributed.cpu_memory import disable_malloc_trim
 
     asked = {}
     monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(mallopt=asked.__setitem__))

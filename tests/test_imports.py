@@ -41,7 +41,7 @@ BETWEEN: dict[tuple[str, str], str] = {}
 LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in packages}
 LIGHT = [
     "toolkit", "toolkit.cli", "toolkit.cli.parser", "toolkit.cli.help", "toolkit.config",
-    "toolkit.config.command", "toolkit.planning.run_args", "toolkit.planning.options",
+    "toolkit.config.command", "toolkit.planning.run_args", "toolkit.planning.start_checks",
     "toolkit.planning.compatibility", "toolkit.planning.facts", "toolkit.planning.training_options",
     "toolkit.errors", "toolkit.io.checksums",
     "toolkit.io.tempfiles", "toolkit.io.paths", "toolkit.io.safe_parse", "toolkit.models.config",
@@ -326,7 +326,7 @@ UNBOUNDED = {  # reads without a limit, with the reason
         "training/engine.py run.reader",
     },
     "the kernel's": {
-        "distributed/memory.py root / 'proc' / 'self' / 'cgroup'", "distributed/memory.py above / file",
+        "distributed/cpu_memory.py root / 'proc' / 'self' / 'cgroup'", "distributed/cpu_memory.py above / file",
         "toolkit_doctor/environment.py Path('/proc/cpuinfo')", "toolkit_doctor/environment.py Path('/proc/meminfo')",
         "distributed/device.py Path('/proc/meminfo')", "io/tempfiles.py _BOOT_ID",
         "training/memory_stats.py Path('/proc/self/statm')",
@@ -339,7 +339,7 @@ UNBOUNDED = {  # reads without a limit, with the reason
     "written by this process": {
         "checkpoints/hf/export_hf.py Path(out_dir) / CONFIG", "checkpoints/hf/push.py path",
         "checkpoints/hf/import_hf.py Path(folder) / 'tokenizer.json'", "checkpoints/lock.py file",
-        "checkpoints/remote/uploader.py path", "training/trace.py json.load(file)",
+        "checkpoints/remote/uploader.py path", "training/time_breakdown.py json.load(file)",
     },
     "the user's cache": {
         "data/cache.py folder / MANIFEST", "data/cache.py folder / CHECKSUMS", "data/streamed/open.py saved",

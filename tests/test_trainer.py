@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 import toolkit
 from toolkit.cli.parser import parse
 from toolkit.errors import UserError
-from toolkit.planning.options import check_start
+from toolkit.planning.start_checks import check_start
 from toolkit.planning.training_options import run_args
 from toolkit.training.run import Run
 from toolkit.ui.loggers import read_metrics

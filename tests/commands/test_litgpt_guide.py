@@ -22,8 +22,8 @@ from toolkit.data import RedPajama
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed.world import detect_world
 from toolkit.planning.auto import resolve_auto
-from toolkit.planning.options import check_start
 from toolkit.planning.resolve import DeviceSpec
+from toolkit.planning.start_checks import check_start
 from toolkit.planning.training_options import run_args
 
 INSTALLED = extension._installed

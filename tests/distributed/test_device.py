@@ -14,6 +14,7 @@ from helpers.processes import finish, start
 import toolkit
 from toolkit.checkpoints.weights import load_weights
 from toolkit.distributed import device
+from toolkit.distributed.cpu_memory import memory_limit
 from toolkit.distributed.device import (
     choose_attention_kernels,
     deterministic_algorithms,
@@ -21,8 +22,7 @@ from toolkit.distributed.device import (
     fp32_reductions,
     precision_hint,
 )
-from toolkit.distributed.launch import choose_backends
-from toolkit.distributed.memory import memory_limit
+from toolkit.distributed.run_group import choose_backends
 from toolkit.errors import UserError
 from toolkit.models.attention_dispatch import needs_masks
 from toolkit.models.families import get_config

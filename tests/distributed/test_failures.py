@@ -30,8 +30,8 @@ from helpers.processes import (
 from torch import distributed as dist
 
 from toolkit import cli
-from toolkit.distributed import launch, private_lightning, shutdown
-from toolkit.distributed.launch import RunGroup, Timeouts
+from toolkit.distributed import private_lightning, run_group, shutdown
+from toolkit.distributed.run_group import RunGroup, Timeouts
 from toolkit.distributed.shutdown import ShutdownCoordinator
 from toolkit.distributed.world import WorldInfo
 from toolkit.errors import CallbackError, PeerLostError
@@ -289,7 +289,7 @@ def groups_of_two(nodes: int = 1, minutes: float | str = "auto") -> list[RunGrou
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_s5_rank_0_prepares_first_while_others_wait_with_a_heartbeat(monkeypatch, capsys, nodes):
-    monkeypatch.setattr(launch, "_HEARTBEAT", 0.2)
+    monkeypatch.setattr(run_group, "_HEARTBEAT", 0.2)
     first, second = groups_of_two(nodes)
     order: list[str] = []
 

@@ -11,7 +11,7 @@ from toolkit.distributed import ranks
 from toolkit.distributed.names import canonical_name
 from toolkit.models.block import Block
 from toolkit.training import control_files
-from toolkit.training.model import unwrapped
+from toolkit.training.model_spec import unwrapped
 
 
 class SkewGradient(Callback):

@@ -46,9 +46,9 @@ from toolkit.models import aligned
 from toolkit.models.mlp import LLaMAMLP
 from toolkit.planning import resolve
 from toolkit.private_torch import local_shard
-from toolkit.training import build, checkpointer, data_reader, engine, model
+from toolkit.training import build, checkpointer, data_reader, engine, model_spec
 from toolkit.training.callbacks.replicas import ReplicaCheck
-from toolkit.training.model import unwrapped
+from toolkit.training.model_spec import unwrapped
 
 set_cpu()
 freeze_objects()  # in the fork server, for the forked processes
@@ -252,7 +252,8 @@ def broken(kind: str):
 
         stack = ExitStack()
         stack.enter_context(mock.patch.object(dist, "all_gather_single", gather_bytes))
-        stack.enter_context(mock.patch.object(model, "gather_in_fp8", partial(model.gather_in_fp8, device="cpu")))
+        gather_in_fp8 = partial(model_spec.gather_in_fp8, device="cpu")
+        stack.enter_context(mock.patch.object(model_spec, "gather_in_fp8", gather_in_fp8))
         return stack
     if kind == "weights of the MLPs are not used":
         return mock.patch.object(LLaMAMLP, "forward", lambda self, x: x)

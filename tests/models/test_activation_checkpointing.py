@@ -20,7 +20,7 @@ from toolkit.models.gpt import GPT
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.models.neftune import SampleNoise
 from toolkit.models.quantize import quantize_linears
-from toolkit.training.model import compile_blocks
+from toolkit.training.model_spec import compile_blocks
 
 MODES = ["selective", "full"]
 FAMILIES = ["llama-tied", "gemma2", "olmo3", "neox", "stablelm", "mixtral", "deepseek-v3", "gpt-oss"]

@@ -20,7 +20,7 @@ from toolkit.models.attention_kernels import Documents, document_bounds
 from toolkit.models.block import Block
 from toolkit.models.families import config_from_hf
 from toolkit.models.gpt import GPT
-from toolkit.training.model import compile_blocks
+from toolkit.training.model_spec import compile_blocks
 
 FIXED = [(24, True), (24, True), (24, False), (24, True)]
 RAGGED = [(24, True), (17, True), (30, True), (9, True), (24, False), (19, False)]

@@ -19,7 +19,7 @@ from toolkit.models.lora_config import LoRAConfig
 from toolkit.objectives import DPO, KTO, Distillation, NextToken, Reward
 from toolkit.objectives import Classification as Classify
 from toolkit.planning import facts
-from toolkit.planning.batch import plan_batch
+from toolkit.planning.batch_plan import plan_batch
 from toolkit.planning.compatibility import ROWS, find_conflicts, require_compatible
 from toolkit.planning.facts import Facts
 from toolkit.planning.run_args import RunArgs, with_options

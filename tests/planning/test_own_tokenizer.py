@@ -11,8 +11,8 @@ from toolkit.errors import UserError
 from toolkit.models.families import get_config, list_names
 from toolkit.models.families.repositories import repository_of
 from toolkit.planning.data import prepare_data
-from toolkit.planning.options import check_start
 from toolkit.planning.run_args import RunArgs
+from toolkit.planning.start_checks import check_start
 from toolkit.planning.training_options import run_args
 
 TINY = "TinyLlama/TinyLlama_v1.1"

@@ -20,7 +20,7 @@ from toolkit.errors import UserError
 from toolkit.training import garbage, throughput
 from toolkit.training.callbacks.profile import Profile, format_shares
 from toolkit.training.engine import run_training
-from toolkit.training.trace import Shares, compute_shares
+from toolkit.training.time_breakdown import Shares, compute_shares
 
 SHORT = ["--profiler.wait", "1", "--profiler.warmup", "1", "--profiler.active", "2"]
 

@@ -30,8 +30,8 @@ from toolkit.io.tempfiles import temporary_path
 from toolkit.models.config import ModelOverrides
 from toolkit.planning import resolve
 from toolkit.planning.limits import Intervals
-from toolkit.planning.options import check_options, check_start
 from toolkit.planning.run_args import RunArgs
+from toolkit.planning.start_checks import check_options, check_start
 from toolkit.training import data_reader, engine, launch, rank_consistency
 from toolkit.training import run as run_module
 from toolkit.training.checkpoint_meta import RunFingerprint
@@ -437,7 +437,7 @@ def test_n7_diverged_run_stops_and_its_weights_are_not_saved(corpus, tmp_path):
     train = {"learning_rate": 1e30, "max_norm": 0, "lr_warmup_steps": 0, "save_interval": 1, "max_steps": 50}
     with pytest.raises(GuardError, match="step-00000001 was not saved: NaN, Inf or too large numbers in .*weight"):
         run_training(arguments(corpus, tmp_path / "run", train=train))
-    assert not folders(tmp_path / "run")  # tests/training/test_verify.py has a case with earlier checkpoints
+    assert not folders(tmp_path / "run")  # test_resume_checkpoint.py has a case with earlier checkpoints
 
 
 def test_n7_nonfinite_validation_loss_saves_no_checkpoint(corpus, tmp_path, monkeypatch):

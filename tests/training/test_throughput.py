@@ -5,7 +5,7 @@ import torch
 
 from toolkit.models.families import get_config
 from toolkit.training.callbacks.metrics import ThroughputMonitor
-from toolkit.training.model import ModelSpec, describe_model
+from toolkit.training.model_spec import ModelSpec, describe_model
 from toolkit.training.throughput import StepTimes, Throughput, peak_memory_gb
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from toolkit.distributed.memory import malloc_trim
+from toolkit.distributed.cpu_memory import malloc_trim
 from toolkit.errors import UserError
 from toolkit.io.tempfiles import sweep, temporary_prefix
 

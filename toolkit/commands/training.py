@@ -1,7 +1,7 @@
 """Train with the options of a training command."""
 
 from toolkit.errors import mark_reported
-from toolkit.planning.options import check_start
+from toolkit.planning.start_checks import check_start
 from toolkit.planning.training_options import TrainingOptions, run_args
 
 

@@ -11,7 +11,7 @@ import torch
 
 from toolkit import private_torch
 from toolkit.config import AUTO, Accelerator, Auto, Precision
-from toolkit.distributed.memory import memory_limit
+from toolkit.distributed.cpu_memory import memory_limit
 from toolkit.errors import UserError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

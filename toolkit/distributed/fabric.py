@@ -15,10 +15,10 @@ from torch import nn
 
 from toolkit.config import Accelerator, Auto, DDPArgs, FSDPArgs, Precision
 from toolkit.distributed import ranks
+from toolkit.distributed.cpu_memory import disable_malloc_trim
 from toolkit.distributed.ddp_bf16 import BF16DDPStrategy, BucketedDDPStrategy
 from toolkit.distributed.device import pick_accelerator, pick_precision
 from toolkit.distributed.fsdp import FullyShardedStrategy, fsdp_strategy
-from toolkit.distributed.memory import disable_malloc_trim
 from toolkit.distributed.private_lightning import FabricModule, with_launcher
 from toolkit.distributed.strategy import StrategyPlan
 from toolkit.distributed.world import WorldInfo, cluster_environment
@@ -109,7 +109,7 @@ def build_fabric(
     block_classes: set[type[nn.Module]],
     groups: Mapping[str, Any] | None = None,
 ) -> Fabric:
-    """Build Fabric for a strategy plan. :func:`toolkit.distributed.launch.launch_processes` launches it.
+    """Build Fabric for a strategy plan. :func:`toolkit.distributed.run_group.launch_processes` launches it.
 
     Args:
         accelerator: "cpu", "cuda" or "mps".

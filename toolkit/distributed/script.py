@@ -16,9 +16,9 @@ from torch import distributed as dist
 
 from toolkit.config import AUTO
 from toolkit.distributed import ranks
-from toolkit.distributed.launch import create_process_group, leave_process_group
 from toolkit.distributed.launchers import PARENT
 from toolkit.distributed.rendezvous import open_store, run_key_prefix
+from toolkit.distributed.run_group import create_process_group, leave_process_group
 from toolkit.distributed.world import WorldInfo, cluster_environment, detect_world
 from toolkit.errors import UserError, did_you_mean
 

@@ -10,7 +10,7 @@ from toolkit.distributed.stages import STAGES_PER_RANK, nearest_micro_batches
 from toolkit.errors import option_text
 from toolkit.extension import registered
 from toolkit.models.families import family_of
-from toolkit.planning.batch import UNKNOWN_BATCH, BatchPlan
+from toolkit.planning.batch_plan import UNKNOWN_BATCH, BatchPlan
 from toolkit.planning.run_args import RunArgs
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class Facts:
         device: "cpu", "cuda" or "mps".
         world_size: Processes of the run.
         strategy_plan: The resolved strategy.
-        batch: The division of the global batch; :data:`~toolkit.planning.batch.UNKNOWN_BATCH` if unknown.
+        batch: The division of the global batch; :data:`~toolkit.planning.batch_plan.UNKNOWN_BATCH` if unknown.
         has_moments: Whether the optimizer keeps state with the shape of the weights.
         needs_unsharded: Whether the optimizer's class sets ``needs_unsharded``.
         model: The architecture.

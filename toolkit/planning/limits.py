@@ -7,7 +7,7 @@ from typing import Any
 
 from toolkit.config import AUTO, Auto, EvalArgs, TrainArgs
 from toolkit.errors import UserError
-from toolkit.planning.options import unknown_rows_error
+from toolkit.planning.start_checks import unknown_rows_error
 
 N_VALIDATIONS, N_CHECKPOINTS = 10, 5  # per run, with auto intervals
 MIN_INTERVAL = 5  # steps; shorter runs are trials that save and validate at the end only

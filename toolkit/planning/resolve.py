@@ -28,7 +28,7 @@ from toolkit.objectives import Objective
 from toolkit.optim.classes import has_moments, optimizer_class, resolve_optimizer
 from toolkit.optim.evaluation_weights import sets_weights
 from toolkit.optim.schedule import Schedule
-from toolkit.planning.batch import BatchPlan, plan_batch
+from toolkit.planning.batch_plan import BatchPlan, plan_batch
 from toolkit.planning.compatibility import require_compatible
 from toolkit.planning.facts import Facts
 from toolkit.planning.frozen import find_frozen, frozen_flag

@@ -31,9 +31,9 @@ from toolkit.models.config import ModelOverrides
 from toolkit.models.config_checks import HeadName
 from toolkit.models.lora_config import LoRAConfig, LoRAOptions
 from toolkit.objectives import NextToken, Objective
-from toolkit.planning.options import check_options
 from toolkit.planning.own_tokenizer import use_frozen_vocabulary, use_own_tokenizer
 from toolkit.planning.run_args import RunArgs, with_options
+from toolkit.planning.start_checks import check_options
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from toolkit.training.checkpointer import Checkpointer, seed_generators
 from toolkit.training.data_reader import DataReader
 from toolkit.training.describe import describe_rounding
 from toolkit.training.launch import Launch
-from toolkit.training.model import ModelSpec, build_model, unwrapped
-from toolkit.training.verify import require_intact_on_all_ranks
+from toolkit.training.model_spec import ModelSpec, build_model, unwrapped
+from toolkit.training.resume_checkpoint import require_intact_on_all_ranks
 
 
 def build_reader(launch: Launch, stack: ExitStack) -> DataReader:
@@ -77,7 +77,7 @@ def build_frozen(launch: Launch, spec: ModelSpec, folder: Path, is_exact: bool =
     bf16-mixed, the weights are stored in bf16.
 
     Args:
-        spec: The model, see :func:`toolkit.training.model.specify_frozen`.
+        spec: The model, see :func:`toolkit.training.model_spec.specify_frozen`.
         is_exact: Store the weights in the trained model's dtype.
     """
     config, args, fabric = launch.config, launch.args, launch.fabric

@@ -39,7 +39,7 @@ from toolkit.training.checkpoint_meta import CALLBACKS, FORMAT_VERSION, TRAINER
 from toolkit.training.hyperparameters import resolved_hyperparameters
 from toolkit.training.launch import Launch
 from toolkit.training.pending_save import PendingSave, Snapshot
-from toolkit.training.trace import SAVE
+from toolkit.training.time_breakdown import SAVE
 from toolkit.ui.loggers import rows_crc
 
 STATE, OPTIMIZER = "state.pth", "optimizer"

@@ -13,7 +13,7 @@ from toolkit.planning.data import describe_stand_in
 from toolkit.private_torch import local_shard
 from toolkit.training.data_reader import DataReader
 from toolkit.training.launch import Launch
-from toolkit.training.model import describe_model
+from toolkit.training.model_spec import describe_model
 
 _SAMPLED = 1 << 20  # elements
 

@@ -14,7 +14,7 @@ from torch.profiler import record_function
 from toolkit.checkpoints.store import FINAL
 from toolkit.data.batch import Batch
 from toolkit.distributed import ranks
-from toolkit.distributed.memory import disable_malloc_trim
+from toolkit.distributed.cpu_memory import disable_malloc_trim
 from toolkit.distributed.signals import SignalWatch
 from toolkit.distributed.world import WorldInfo
 from toolkit.errors import GuardError, StoppedByFileError, StoppedBySignalError, UserError, one_line
@@ -33,15 +33,15 @@ from toolkit.training.callbacks.samples import make_sampler
 from toolkit.training.callbacks.spikes import SkipSpikes
 from toolkit.training.callbacks.standard import build_callbacks, finish_run
 from toolkit.training.callbacks.upload import uploads
-from toolkit.training.compiler import resolve_compiler
 from toolkit.training.control_files import SAVE_NOW, STOP, ControlFiles
 from toolkit.training.data_reader import DataReader
 from toolkit.training.describe import describe_run
 from toolkit.training.launch import Launch, detect_devices, is_alone, launch_run
 from toolkit.training.rank_consistency import disk_leaders
+from toolkit.training.resolve_compiler import resolve_compiler
 from toolkit.training.run import Callback, Metrics, Run, callback_states, load_callback_states, overrides
 from toolkit.training.step import StepResult, train_step
-from toolkit.training.trace import DATA_WAIT
+from toolkit.training.time_breakdown import DATA_WAIT
 
 
 def run_training(args: RunArgs, callbacks: Sequence[Callback] = ()) -> None:
@@ -73,7 +73,7 @@ def start(config: ResolvedConfig, world: WorldInfo, callbacks: Sequence[Callback
     Raises:
         GuardError: the loss, the gradient or the weights are not finite, or replicas differ.
         StoppedBySignalError, StoppedByFileError: a signal or a file STOP stopped the run; the state has been saved.
-        PeerLostError, PeerShutdownError: see :func:`toolkit.distributed.launch.launch_processes`.
+        PeerLostError, PeerShutdownError: see :func:`toolkit.distributed.run_group.launch_processes`.
         DataError: data could not be read during the run; the state has been saved.
         CallbackError: a callback failed.
     """

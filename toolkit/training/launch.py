@@ -21,8 +21,8 @@ from toolkit.distributed.device import (
     pick_accelerator,
 )
 from toolkit.distributed.fabric import build_fabric
-from toolkit.distributed.launch import Timeouts, launch_processes
 from toolkit.distributed.launchers import is_launched
+from toolkit.distributed.run_group import Timeouts, launch_processes
 from toolkit.distributed.world import WorldInfo, detect_world
 from toolkit.errors import count_of, notice
 from toolkit.io.processes import count_cores
@@ -33,8 +33,8 @@ from toolkit.planning.resolve import DeviceSpec, ResolvedConfig, device_spec_of
 from toolkit.planning.run_args import RunArgs
 from toolkit.training.checkpoint_meta import uses_old_ends, uses_old_tokenizer
 from toolkit.training.hyperparameters import keep_old_ends
+from toolkit.training.resume_checkpoint import fetch_on_other_nodes, find_intact
 from toolkit.training.start_state import StartState, keep_fused_qkv, prepare_start_state, read_progress
-from toolkit.training.verify import fetch_on_other_nodes, find_intact
 from toolkit.ui.console import make_progress
 
 if TYPE_CHECKING:

@@ -29,8 +29,8 @@ from toolkit.models.block import Block
 from toolkit.models.config import ModelConfig, ModelOverrides
 from toolkit.models.gpt import GPT
 from toolkit.models.loss_wrapper import LossWrapper, find_blocks
-from toolkit.planning.options import check_start
 from toolkit.planning.run_args import RunArgs
+from toolkit.planning.start_checks import check_start
 from toolkit.planning.training_options import OPTIONS, PretrainOptions, TrainingOptions, run_args
 from toolkit.training.checkpoint_meta import read_meta
 from toolkit.training.launch import detect_devices

@@ -31,7 +31,7 @@ from toolkit.training.garbage import GarbageCollection
 from toolkit.training.launch import Launch
 from toolkit.training.step import StepResult
 from toolkit.training.throughput import StepTimes
-from toolkit.training.trace import VALIDATE
+from toolkit.training.time_breakdown import VALIDATE
 from toolkit.training.validate import batches_by_source, validate
 
 Metrics = dict[str, float]

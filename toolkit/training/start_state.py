@@ -14,10 +14,10 @@ from toolkit.models.flops import flops_per_token
 from toolkit.optim.schedule import Schedule
 from toolkit.planning.frozen import frozen_flag, require_same_vocabulary
 from toolkit.planning.limits import Limits, Progress, require_within_limits
-from toolkit.planning.options import require_profiled_steps
 from toolkit.planning.resolve import ResolvedConfig
+from toolkit.planning.start_checks import require_profiled_steps
 from toolkit.training.checkpoint_meta import RunFingerprint, objective_fingerprint, read_callback_states, read_meta
-from toolkit.training.model import ModelSpec, specify_frozen
+from toolkit.training.model_spec import ModelSpec, specify_frozen
 from toolkit.training.rank_consistency import require_disjoint_samples, require_same_options, require_same_weights
 
 

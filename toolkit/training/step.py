@@ -15,7 +15,7 @@ from toolkit.errors import GuardError, UserError
 from toolkit.objectives.base import LOSS, Objective, means, scales
 from toolkit.objectives.inputs import forward_inputs, original_module
 from toolkit.optim.update import Update
-from toolkit.training.trace import BACKWARD, FORWARD
+from toolkit.training.time_breakdown import BACKWARD, FORWARD
 
 
 class StepResult(NamedTuple):

@@ -20,13 +20,13 @@ from toolkit.data.cache import (
 )
 from toolkit.data.loader import val_batches
 from toolkit.distributed import ranks
-from toolkit.distributed.memory import malloc_trim
+from toolkit.distributed.cpu_memory import malloc_trim
 from toolkit.distributed.private_lightning import FabricModule
 from toolkit.planning.frozen import require_same_vocabulary
 from toolkit.training.build import build_frozen
 from toolkit.training.checkpoint_meta import model_fingerprint
 from toolkit.training.launch import Launch
-from toolkit.training.model import specify_frozen
+from toolkit.training.model_spec import specify_frozen
 from toolkit_align.log_probs import REFERENCE, label_log_probs
 
 _FILE = "log_probs.npz"

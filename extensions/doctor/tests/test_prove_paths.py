@@ -39,7 +39,7 @@ PATHS: dict[str, tuple[str, ...] | str] = {
     "distributed/device.py:peak_flops": STATISTICS,
     "distributed/device.py:without_cudnn_attention": ("CUDA graph",),
     "distributed/fabric.py:single_device_fabric": CHOICE,
-    "distributed/launch.py:choose_backends": ("FSDP", "collectives"),
+    "distributed/run_group.py:choose_backends": ("FSDP", "collectives"),
     "distributed/script.py:setup_distributed": "only sets the device of a user's script",
     "distributed/strategy.py:plan_strategy": ("CPU offload",),
     "distributed/world.py:_check_available": CHOICE,

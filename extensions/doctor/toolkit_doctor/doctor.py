@@ -14,9 +14,9 @@ from toolkit.data.tokens.synthetic import SyntheticTokens
 from toolkit.distributed import ranks
 from toolkit.distributed.device import count_devices, pick_accelerator
 from toolkit.distributed.fabric import build_fabric
-from toolkit.distributed.launch import Timeouts, launch_processes
 from toolkit.distributed.launchers import read_variables
 from toolkit.distributed.mesh import Layout
+from toolkit.distributed.run_group import Timeouts, launch_processes
 from toolkit.distributed.strategy import StrategyPlan
 from toolkit.distributed.world import WorldInfo, detect_world
 from toolkit.errors import PeerLostError, PeerShutdownError, UserError, mark_reported, require_option

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from toolkit.data.cache import choose_cache_dir
-from toolkit.distributed.memory import memory_limit
+from toolkit.distributed.cpu_memory import memory_limit
 from toolkit.errors import one_line
 from toolkit.io.processes import count_cores
 from toolkit.ui.events import package_versions

@@ -12,7 +12,7 @@ from toolkit.distributed.replicas import checksum
 from toolkit.distributed.tensor_parallel import cuts_of
 from toolkit.errors import DifferenceError
 from toolkit.private_torch import local_parts, local_shard
-from toolkit.training.model import unwrapped
+from toolkit.training.model_spec import unwrapped
 from toolkit.training.run import Callback, Run
 
 _CHUNK = 1 << 22  # elements

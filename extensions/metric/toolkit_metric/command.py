@@ -6,7 +6,7 @@ from typing import Any
 
 from toolkit.checkpoints.find import find_checkpoint_dir, head_of, is_hf_folder
 from toolkit.errors import require_option
-from toolkit.planning.options import check_files
+from toolkit.planning.start_checks import check_files
 from toolkit_metric.options import EvaluateOptions, RunData
 from toolkit_metric.process import check_metrics
 

@@ -21,7 +21,7 @@ from toolkit.data import PythonStdlib
 from toolkit.data.text import prepare, python_stdlib
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.data.tokens.store import TokenWriter
-from toolkit.distributed.launch import RunGroup
+from toolkit.distributed.run_group import RunGroup
 from toolkit.distributed.world import WorldInfo
 from toolkit.errors import UserError
 from toolkit.models.families import get_config

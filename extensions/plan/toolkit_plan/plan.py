@@ -22,7 +22,6 @@ from toolkit.planning.auto import resolve_auto
 from toolkit.planning.compiler import choose_compiler
 from toolkit.planning.data import complete, describe_stand_in
 from toolkit.planning.meta_model import model_of
-from toolkit.planning.options import check_start
 from toolkit.planning.resolve import (
     DeviceSpec,
     ResolvedConfig,
@@ -32,6 +31,7 @@ from toolkit.planning.resolve import (
     with_known_vocabulary,
 )
 from toolkit.planning.run_args import Changes, RunArgs, with_options
+from toolkit.planning.start_checks import check_start
 from toolkit.planning.training_options import TrainingOptions, run_args
 from toolkit_plan.measure.inputs import memory_inputs
 from toolkit_plan.measure.memory import Memory, plan_memory

@@ -47,7 +47,7 @@ from toolkit.optim.groups import block_params, no_decay_params
 from toolkit.optim.update import Update, choose_update
 from toolkit.private_torch import FakeTensorMode, collective_of, local_shard, skip_stage_negotiation, start_fake_group
 from toolkit.training.step import train_step
-from toolkit.training.trace import BACKWARD, FORWARD
+from toolkit.training.time_breakdown import BACKWARD, FORWARD
 from toolkit_plan.measure.cuda_on_meta import rms_norm_on_cuda
 from toolkit_plan.measure.inputs import MemoryInputs, memory_inputs
 from toolkit_plan.measure.recorder import ACTIVATIONS, WEIGHTS, Recorder, Storage, tensors_in
@@ -232,7 +232,7 @@ def _launched_fabric(inputs: MemoryInputs, rank: int) -> Fabric:
 def _wrapped_model(
     fabric: Fabric, inputs: MemoryInputs, mode: FakeTensorMode, recorder: "StepRecorder", is_trained: bool = True
 ) -> Any:
-    """Do what :func:`toolkit.training.model.build_model` does, without data."""
+    """Do what :func:`toolkit.training.model_spec.build_model` does, without data."""
     layout, unsharded = inputs.strategy.layout, replace(inputs.strategy, kind="single")
     with mode:
         model = sample_model(replace(inputs, strategy=unsharded), "cpu", ranks.group("tensor"))

@@ -24,7 +24,7 @@ from toolkit.models.config import ModelConfig
 from toolkit.models.families import config_from_hf
 from toolkit.models.init import Materializer
 from toolkit.private_torch import start_fake_group
-from toolkit.training.model import ModelSpec
+from toolkit.training.model_spec import ModelSpec
 
 LAYOUTS = [
     Layout(shard=2), Layout(tensor=2), Layout(pipeline=2), Layout(shard=2, tensor=2), Layout(tensor=2, pipeline=2)

@@ -16,7 +16,7 @@ from toolkit.escape import csv_writer
 from toolkit.io.safe_parse import no_follow
 from toolkit.private_torch import dump_memory_history, record_memory_history
 from toolkit.training.run import Callback, Metrics, Run
-from toolkit.training.trace import Shares, read_shares
+from toolkit.training.time_breakdown import Shares, read_shares
 
 MAX_OPERATORS, MAX_RANKS = 10, 8
 SECONDS_TO_WRITE = 30 * 60.0  # writing the trace of a large model takes minutes
@@ -26,7 +26,7 @@ class Profile(Callback):
     """Profiles the scheduled steps of this launch into ``out_dir/profile/step-FIRST/``.
 
     Every rank writes ``rank-0000.json.gz`` (a Chrome trace) and ``rank-0000.txt`` (operators). Rank 0 also writes
-    ``shares.csv``, see :class:`toolkit.training.trace.Shares`. The run continues if these cannot be written.
+    ``shares.csv``, see :class:`toolkit.training.time_breakdown.Shares`. The run continues if these cannot be written.
 
     On CUDA allocations are also recorded. A process that runs out of memory writes them to
     ``memory-rank-0000.pickle`` (not tried on CUDA).

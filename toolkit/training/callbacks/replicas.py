@@ -3,7 +3,7 @@
 from toolkit.distributed.names import canonical_name
 from toolkit.distributed.replicas import require_equal_replicas
 from toolkit.distributed.tensor_parallel import cuts_of
-from toolkit.training.model import ModelSpec, unwrapped
+from toolkit.training.model_spec import ModelSpec, unwrapped
 from toolkit.training.run import Callback, Metrics, Run
 
 

@@ -3,7 +3,7 @@
 from jsonargparse.typing import PositiveInt
 
 from toolkit.config import TrainingCommand
-from toolkit.planning.options import check_start
+from toolkit.planning.start_checks import check_start
 from toolkit.planning.training_options import TrainingOptions, run_args
 
 

@@ -17,8 +17,8 @@ from toolkit.checkpoints.run.state_dicts import load_sharded_weights, tied_names
 from toolkit.checkpoints.store import WEIGHTS
 from toolkit.checkpoints.weights import Tensors, load_weights
 from toolkit.distributed import ranks
+from toolkit.distributed.cpu_memory import malloc_trim
 from toolkit.distributed.fabric import block_dtype, materialize_with, setup_module
-from toolkit.distributed.memory import malloc_trim
 from toolkit.distributed.names import canonical_name
 from toolkit.distributed.pipeline import Pipeline
 from toolkit.distributed.private_lightning import FabricModule

@@ -12,8 +12,8 @@ from toolkit.planning.auto import resolve_auto
 from toolkit.planning.data import complete
 from toolkit.planning.resolve import DeviceSpec
 from toolkit.planning.training_options import run_args
-from toolkit.training.compiler import compile_error, resolve_compiler
 from toolkit.training.hyperparameters import resolved_hyperparameters
+from toolkit.training.resolve_compiler import compile_error, resolve_compiler
 
 CPU = torch.device("cpu")
 

@@ -20,7 +20,7 @@ from toolkit.extension import add_cwd_to_path, missing_built_in, registered, req
 from toolkit.io.paths import is_url
 from toolkit.models.families import DEFAULT_MODEL, get_config
 from toolkit.optim import HYBRID_OPTIMIZERS, PACKAGES, TORCH_OPTIMIZERS
-from toolkit.planning.batch import UNKNOWN_BATCH, BatchPlan, plan_batch
+from toolkit.planning.batch_plan import UNKNOWN_BATCH, BatchPlan, plan_batch
 from toolkit.planning.best_metric import check_best_by
 from toolkit.planning.compatibility import require_compatible
 from toolkit.planning.facts import Facts

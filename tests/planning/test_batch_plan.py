@@ -1,7 +1,7 @@
 import pytest
 
 from toolkit.errors import UserError
-from toolkit.planning.batch import plan_batch
+from toolkit.planning.batch_plan import plan_batch
 
 
 @pytest.mark.parametrize(
