@@ -58,7 +58,7 @@ def write_tokens(folder: Path, work: Work, vocab_size: int) -> None:
     """Write the random tokens of all steps as LitData chunks (toolkit, LitGPT) and as tokens.npy (Trainer)."""
     import numpy as np
 
-    from toolkit.data.tokens.store import TOKENS_PER_CHUNK, TokenWriter
+    from toolkit.data.tokens.token_store import TOKENS_PER_CHUNK, TokenWriter
 
     rows = (work.steps + 1) * work.batch_size
     dtype = np.uint16 if vocab_size <= 1 << 16 else np.int32

@@ -72,7 +72,7 @@ def write_tokenizers(folder: Path) -> list[str]:
 
 
 def text_files(folder: Path, tokenizer_dir: Path, out: Path, workers: int) -> tuple[float, int]:
-    import toolkit.data.text.prepare  # noqa: F401 - before the clock starts
+    import toolkit.data.text.prepare_text  # noqa: F401 - before the clock starts
     from toolkit.data import TextFiles
     from toolkit.data.tokenizer import Tokenizer
 
@@ -85,7 +85,7 @@ def text_files(folder: Path, tokenizer_dir: Path, out: Path, workers: int) -> tu
 def hugging_face_text(folder: Path, tokenizer_dir: Path, out: Path, workers: int) -> tuple[float, int]:
     from toolkit.data import HuggingFaceText
     from toolkit.data.streamed import segments
-    from toolkit.data.streamed.open import prepare_all
+    from toolkit.data.streamed.open_text import prepare_all
     from toolkit.data.tokenizer import Tokenizer
 
     path = folder / "text.jsonl"

@@ -342,11 +342,11 @@ UNBOUNDED = {  # reads without a limit, with the reason
         "checkpoints/remote/uploader.py path", "training/time_breakdown.py json.load(file)",
     },
     "the user's cache": {
-        "data/cache.py folder / MANIFEST", "data/cache.py folder / CHECKSUMS", "data/streamed/open.py saved",
-        "data/streamed/open.py stream.error_file(number)",
-        "data/streamed/reader.py file", "data/streamed/reader.py error",
+        "data/cache.py folder / MANIFEST", "data/cache.py folder / CHECKSUMS", "data/streamed/open_text.py saved",
+        "data/streamed/open_text.py stream.error_file(number)",
+        "data/streamed/stream_reader.py file", "data/streamed/stream_reader.py error",
         "data/streamed/stream.py folder / f'{origin}{SOURCE}'",
-        "data/text/prepare.py key_file", "data/streamed/stream.py self._counts_file(number)",
+        "data/text/prepare_text.py key_file", "data/streamed/stream.py self._counts_file(number)",
         "data/streamed/tokenize_worker.py sys.stdin.buffer",
     },
     "what the user names or types": {
@@ -356,7 +356,7 @@ UNBOUNDED = {  # reads without a limit, with the reason
     },
     "read_json has read it before": {"data/tokens/chunks.py self.folder / INDEX"},
 }  # fmt: skip
-FOLLOWED = {"data/streamed/reader.py lock_file"}  # in the user's cache
+FOLLOWED = {"data/streamed/stream_reader.py lock_file"}  # in the user's cache
 
 
 def risky_file_calls(source: str, file: str) -> tuple[set[str], set[str]]:
@@ -394,8 +394,8 @@ def test_unbounded_reads_and_followed_links_are_detected():
 
 WRITTEN = {  # texts that are written to a file or a stream without toolkit.escape, with the reason
     "bytes or numbers": {
-        "toolkit_interop/gguf/export_gguf.py content", "data/text/prepare.py digest.hexdigest().encode()",
-        "toolkit_report/plot.py _draw(title, **lines)", "checkpoints/remote/run.py content",
+        "toolkit_interop/gguf/export_gguf.py content", "data/text/prepare_text.py digest.hexdigest().encode()",
+        "toolkit_report/plot.py _draw(title, **lines)", "checkpoints/remote/remote_run.py content",
         "data/streamed/open_chunks.py content", "training/callbacks/profile.py table",
     },
     "JSON": {"checkpoints/manifest.py f'{text}\\n'.encode()"},

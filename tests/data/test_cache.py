@@ -69,14 +69,14 @@ CASES = {
         TextFiles, {"vocab_size": 300},
         ({"tokenizer": None, "vocab_size": 301}, {"val_fraction": 0.1}, {"val_fraction": 0.0}, {"tokenizer": "other"},
          {"tokenizer": None, "vocab_size": "characters"}, {"text_fraction": 0.5}),
-        ("part03.txt", "model", "modal"), "text", TEXT_DAMAGE,
+        ("part03.txt", "model", "modal"), "text.prepare_text", TEXT_DAMAGE,
     ),
     "instructions": Case(
         JSON, {"val_split_fraction": 0.2},
         ({"max_seq_length": 80}, {"prompt_style": "alpaca"}, {"train_on": "all"}, {"packing": "best_fit"},
          {"val_split_fraction": 0.1}, {"max_seq_length": 80, "on_long": "drop"},
          {"max_seq_length": 80, "on_long": "split"}, {"tokenizer": "plain", "prompt_style": "chatml"}),
-        ("rows.jsonl", "answer 59", "another answer"), "sft", JSON_DAMAGE,
+        ("rows.jsonl", "answer 59", "another answer"), "sft.prepare_sft", JSON_DAMAGE,
     ),
 }  # fmt: skip
 
@@ -149,7 +149,7 @@ def test_s5_every_input_changes_the_key(case, prepare, source, tmp_path, monkeyp
     assert "preparing" in log
     keys.append(data.content_key)
     assert len(set(keys)) == len(keys) == len(folders(tmp_path / "cache"))
-    monkeypatch.setattr(f"toolkit.data.{case.code}.prepare.CODE_VERSION", 10**6)
+    monkeypatch.setattr(f"toolkit.data.{case.code}.CODE_VERSION", 10**6)
     assert "preparing" in prepare()[1]
 
 
@@ -198,7 +198,7 @@ def test_failed_preparation_leaves_no_files(prepare, tmp_path, monkeypatch):
         (OSError(errno.ENOSPC, "No space left on device"), r"--data.cache_dir .*: No space left on device"),
         (UserError("line 2: is wrong"), "^line 2: is wrong"),
     ):
-        monkeypatch.setattr("toolkit.data.tokens.store._ArrayWriter", Mock(side_effect=error))
+        monkeypatch.setattr("toolkit.data.tokens.token_store._ArrayWriter", Mock(side_effect=error))
         with pytest.raises(UserError, match=message):
             prepare()
         assert folders(tmp_path / "cache") == []

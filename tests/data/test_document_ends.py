@@ -129,7 +129,7 @@ def test_neither_end_is_doubled(bos, without_bos, prepare):
 
 def test_a_stream_doubles_no_end_of_a_document_that_it_has_not_seen(without_bos, prepare, monkeypatch):
     monkeypatch.setattr(segments, "SEGMENT_BYTES", 100)
-    monkeypatch.setattr("toolkit.data.streamed.open._FIRST_DOCUMENTS", 1)
+    monkeypatch.setattr("toolkit.data.streamed.open_text._FIRST_DOCUMENTS", 1)
 
     def texts_of(add_bos, texts, tokenizer=without_bos):
         """Return the text of all segments, prepared as by a worker."""

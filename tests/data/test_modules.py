@@ -12,7 +12,7 @@ from helpers.cases import check_each
 import toolkit.data
 from toolkit.data import CharText, HuggingFaceText, LitData, PythonStdlib, SyntheticTokens, TextFiles
 from toolkit.data.text import python_stdlib
-from toolkit.data.tokens.store import TokenWriter
+from toolkit.data.tokens.token_store import TokenWriter
 from toolkit.errors import UserError
 from toolkit.training.hyperparameters import keep_old_ends
 

@@ -1,6 +1,6 @@
 import numpy as np
 
-from toolkit.data.sft.prepare import best_fit
+from toolkit.data.sft.prepare_sft import best_fit
 
 
 def test_best_fit_selects_the_fullest_row_with_room():

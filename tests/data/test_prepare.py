@@ -175,7 +175,7 @@ def test_s5_killed_preparation_is_never_reused(prepare, text, tmp_path):
         PREPARE
         + """
     import os, signal
-    from toolkit.data.tokens.store import TokenWriter
+    from toolkit.data.tokens.token_store import TokenWriter
     finish = TokenWriter.finish
     def finish_and_die(writer):
         finish(writer)
@@ -251,8 +251,8 @@ def test_large_vocabularies_and_chunks(prepare, monkeypatch):
     tokenizer = Tokenizer(files, "big")
     complete = prepare(tokenizer=tokenizer)[0]
     assert 70_000 in all_tokens(complete.train) and complete.train.store.dtype.name == "int32"
-    monkeypatch.setattr("toolkit.data.tokens.store.TOKENS_PER_CHUNK", 1000)
-    monkeypatch.setattr("toolkit.data.text.prepare.CODE_VERSION", 10**6)
+    monkeypatch.setattr("toolkit.data.tokens.token_store.TOKENS_PER_CHUNK", 1000)
+    monkeypatch.setattr("toolkit.data.text.prepare_text.CODE_VERSION", 10**6)
     pieces = prepare(tokenizer=tokenizer)[0]
     assert len(list(pieces.train.store.array.folder.glob("*.bin"))) > 5
     assert pieces.content_key == complete.content_key and all_tokens(pieces.train) == all_tokens(complete.train)

@@ -26,8 +26,8 @@ from toolkit.cli import main
 from toolkit.data import LitData
 from toolkit.data.base import sample_order
 from toolkit.data.streamed.chunk_segments import ChunkSegments
-from toolkit.data.streamed.reader import stop_workers
-from toolkit.data.tokens.store import TokenWriter
+from toolkit.data.streamed.stream_reader import stop_workers
+from toolkit.data.tokens.token_store import TokenWriter
 from toolkit.errors import UserError
 from toolkit.io.storage import StorageError
 

@@ -17,7 +17,7 @@ from toolkit_metric.prompts import prompt_template, read_prompts
 import toolkit
 from toolkit.data import JSON
 from toolkit.data.base import DataModule
-from toolkit.data.sft import prepare as preparation
+from toolkit.data.sft import prepare_sft as preparation
 from toolkit.data.sft.readers import Splits
 from toolkit.data.sft.schemas import KNOWN_COLUMNS, parse_row
 from toolkit.errors import UserError

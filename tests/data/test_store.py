@@ -11,8 +11,8 @@ import torch
 from helpers.cases import check_each
 from helpers.damage import flip
 
-from toolkit.data.tokens import chunks, store
-from toolkit.data.tokens.store import BlockDataset, ChunkBlockDataset, TokenStore, TokenWriter
+from toolkit.data.tokens import chunks, token_store
+from toolkit.data.tokens.token_store import BlockDataset, ChunkBlockDataset, TokenStore, TokenWriter
 from toolkit.errors import DataError
 
 BLOCK = 17
@@ -23,7 +23,7 @@ CHUNK = 5 * BLOCK + 3  # no multiple of the block, and not of a piece
 def written(request, tmp_path, monkeypatch):
     """Return (tokens, folder) of 1,000 tokens in 12 chunks."""
     monkeypatch.setattr(chunks, "PIECE", 50)
-    monkeypatch.setattr(store, "PIECE", 50)
+    monkeypatch.setattr(token_store, "PIECE", 50)
     tokens = np.random.default_rng(0).integers(0, 60_000, 1000).astype(request.param)
     assert write(tokens, tmp_path / "s") == 1000
     return tokens, tmp_path / "s"

@@ -26,9 +26,9 @@ from toolkit.data.base import row_count, sample_order
 from toolkit.data.streamed import segments
 from toolkit.data.streamed import source as source_module
 from toolkit.data.streamed import stream as stream_module
-from toolkit.data.streamed.order import ROW_BITS
-from toolkit.data.streamed.reader import SegmentRequest, StreamReader, folder_bytes, stop_workers
 from toolkit.data.streamed.segments import plan_segments, read_part
+from toolkit.data.streamed.stream_reader import SegmentRequest, StreamReader, folder_bytes, stop_workers
+from toolkit.data.streamed.streamed_rows import ROW_BITS
 from toolkit.data.streamed.tokenize_worker import make_room
 from toolkit.errors import DataError, UserError
 from toolkit.io.safe_parse import MAX_ROW
@@ -259,7 +259,7 @@ def test_damaged_parquet_is_an_error_before_a_tokenizer_is_trained(folder, tmp_p
     for name in ("a.parquet", "b.parquet"):
         shutil.copy(folder / "a.parquet", tmp_path / "text" / name)
     os.truncate(tmp_path / "text" / "b.parquet", 200)
-    monkeypatch.setattr("toolkit.data.streamed.open.train_tokenizer", lambda *_: pytest.fail("trains a tokenizer"))
+    monkeypatch.setattr("toolkit.data.streamed.open_text.train_tokenizer", lambda *_: pytest.fail("trains a tokenizer"))
     data = HuggingFaceText(path=str(tmp_path / "text"), cache_dir=str(tmp_path), vocab_size=300)
     with pytest.raises(UserError, match="b.parquet: "):
         data.prepare(tokenizer=None, max_seq_length=T, report=print)

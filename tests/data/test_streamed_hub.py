@@ -19,7 +19,7 @@ from pyarrow import parquet
 
 from toolkit.data import HuggingFaceText, OpenWebText, RedPajama, TinyStories
 from toolkit.data.base import sample_order
-from toolkit.data.streamed import hub as hub_module
+from toolkit.data.streamed import hub_files as hub_module
 from toolkit.data.streamed import segments
 from toolkit.data.streamed.open_chunks import find_folders
 from toolkit.errors import UserError

@@ -11,7 +11,7 @@ from toolkit.data import LitData
 from toolkit.data.sft.readers import KINDS, describe_row, find_splits
 from toolkit.data.sft.schemas import parse_row
 from toolkit.data.streamed.segments import BrokenFileError, plan_segments, read_part
-from toolkit.data.tokens.store import BlockDataset, TokenStore, TokenWriter
+from toolkit.data.tokens.token_store import BlockDataset, TokenStore, TokenWriter
 from toolkit.errors import UserError
 from toolkit.inference.batch import read_prompts
 from toolkit.io.source_files import list_path

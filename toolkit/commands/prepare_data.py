@@ -48,7 +48,7 @@ def setup(
     length = choose_seq_length(data, none_if_auto(max_seq_length), "max_seq_length") or 256
     prepared = data.prepare(tokenizer=tokenizer, max_seq_length=length)
     if is_streamed:
-        from toolkit.data.streamed.open import prepare_all
+        from toolkit.data.streamed.open_text import prepare_all
 
         prepare_all(prepared.train, workers, part_of_total, print)
     if out_dir is not None:

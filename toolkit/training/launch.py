@@ -38,7 +38,7 @@ from toolkit.training.start_state import StartState, keep_fused_qkv, prepare_sta
 from toolkit.ui.console import make_progress
 
 if TYPE_CHECKING:
-    from toolkit.checkpoints.remote.run import RemoteRun
+    from toolkit.checkpoints.remote.remote_run import RemoteRun
 
 
 @dataclass(eq=False)

@@ -25,7 +25,7 @@ from toolkit.training.checkpoint_meta import read_meta
 from toolkit.training.rank_consistency import require_same_manifest
 
 if TYPE_CHECKING:
-    from toolkit.checkpoints.remote.run import RemoteRun
+    from toolkit.checkpoints.remote.remote_run import RemoteRun
 
 
 def require_intact_on_all_ranks(folder: Path, is_node_leader: bool, report: Report, model_only: bool = False) -> None:

@@ -14,7 +14,7 @@ from torch.nn.functional import log_softmax
 
 from toolkit.cli import main
 from toolkit.data.loader import val_batches
-from toolkit.data.sft.prepare import RatedDataset
+from toolkit.data.sft.prepare_sft import RatedDataset
 from toolkit.models.families import get_config
 from toolkit.models.gpt import GPT
 from toolkit.models.lora import add_lora

@@ -10,7 +10,7 @@ from toolkit.data.base import Report, Values
 from toolkit.data.chat.template import ChatTemplate, Encoding
 from toolkit.data.sft.datasets import InstructionData
 from toolkit.data.sft.messages import Message
-from toolkit.data.sft.prepare import PackedDataset
+from toolkit.data.sft.prepare_sft import PackedDataset
 from toolkit.data.sft.readers import KINDS, describe_row, find_splits
 from toolkit.data.sft.schemas import Columns, Record, parse_row
 from toolkit.data.tokenizer import Tokenizer

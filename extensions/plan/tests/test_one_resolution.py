@@ -18,9 +18,9 @@ from toolkit_plan.rows import UnpreparedRows
 
 from toolkit.cli import dispatch, main
 from toolkit.data import PythonStdlib
-from toolkit.data.text import prepare, python_stdlib
+from toolkit.data.text import prepare_text, python_stdlib
 from toolkit.data.tokenizer import Tokenizer
-from toolkit.data.tokens.store import TokenWriter
+from toolkit.data.tokens.token_store import TokenWriter
 from toolkit.distributed.run_group import RunGroup
 from toolkit.distributed.world import WorldInfo
 from toolkit.errors import UserError
@@ -172,8 +172,8 @@ def test_a_plan_of_data_that_is_not_prepared_prints_no_steps_or_an_estimate(fold
 
 
 def test_a_plan_hashes_no_large_text(folder, capsys, monkeypatch):
-    monkeypatch.setattr(prepare, "ANNOUNCE_BYTES", 0)
-    monkeypatch.setattr(prepare, "fingerprint", lambda *_: pytest.fail("hashed"))
+    monkeypatch.setattr(prepare_text, "ANNOUNCE_BYTES", 0)
+    monkeypatch.setattr(prepare_text, "fingerprint", lambda *_: pytest.fail("hashed"))
     assert main(f"plan pretrain pico-llama {SHORT} {TEXT} --train.epochs 1".split()) == 0
     assert "TextFiles: not prepared yet" in capsys.readouterr().out
 

@@ -17,7 +17,7 @@ from toolkit.checkpoints.remote import checkpoints, lease
 from toolkit.checkpoints.remote import uploader as uploader_module
 from toolkit.checkpoints.remote.download import fetch_files, remote_manifest
 from toolkit.checkpoints.remote.lease import LEASE, Lease
-from toolkit.checkpoints.remote.run import RemoteRun
+from toolkit.checkpoints.remote.remote_run import RemoteRun
 from toolkit.checkpoints.store import file_names, newest
 from toolkit.errors import UserError
 from toolkit.io.checksums import checksum_files, find_damage

@@ -9,7 +9,7 @@ from toolkit.errors import UserError
 from toolkit.io.paths import cache_folder, is_url
 
 if TYPE_CHECKING:
-    from toolkit.checkpoints.remote.run import RemoteRun
+    from toolkit.checkpoints.remote.remote_run import RemoteRun
 
 
 def local_folder(value: str | Path, flag: str, with_trainer: bool = False) -> Path:
@@ -47,6 +47,6 @@ def open_remote_run(out_dir: str, folder: Path) -> RemoteRun | None:
     """Return the remote storage of a run that works in ``folder``; None without remote storage."""
     if not is_url(out_dir):
         return None
-    from toolkit.checkpoints.remote.run import RemoteRun
+    from toolkit.checkpoints.remote.remote_run import RemoteRun
 
     return RemoteRun(out_dir, folder)

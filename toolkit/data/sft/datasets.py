@@ -119,7 +119,7 @@ def prepare_rows(
     if tokenizer is None:
         raise UserError(f"--data {type(data).__name__}: needs the tokenizer of the model; specify --tokenizer_dir")
     from toolkit.data.chat.template import ChatTemplate
-    from toolkit.data.sft.prepare import prepare_sft
+    from toolkit.data.sft.prepare_sft import prepare_sft
     from toolkit.data.sft.tokenize import SFTConfig
 
     option, splits = data.find_rows()

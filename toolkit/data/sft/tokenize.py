@@ -15,7 +15,7 @@ from toolkit.data.sft.messages import EmptyAnswerError
 from toolkit.data.sft.readers import ClassNames, RowSource, Splits, describe_row
 from toolkit.data.sft.schemas import Columns, EqualAnswersError, Record, parse_row
 from toolkit.data.tokenizer import Tokenizer
-from toolkit.data.tokens.store import TokenWriter
+from toolkit.data.tokens.token_store import TokenWriter
 from toolkit.errors import UserError
 
 Arrays = dict[str, np.ndarray]

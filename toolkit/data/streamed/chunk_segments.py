@@ -13,7 +13,7 @@ from toolkit.data.cache import CRC_FILE, hash_inputs
 from toolkit.data.streamed.source import SegmentCounts, Source
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.data.tokens.chunks import INDEX, PIECE, ChunkedArray, ChunkIndex
-from toolkit.data.tokens.store import TOKENS
+from toolkit.data.tokens.token_store import TOKENS
 from toolkit.errors import DataError
 from toolkit.io.storage import StorageError, is_url, open_storage, with_retries
 

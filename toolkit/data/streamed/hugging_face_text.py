@@ -97,8 +97,8 @@ class HuggingFaceText(DataModule):
         Sets ``revision`` to the commit; it is recorded with the run's options.
         """
         require_preparation()
-        from toolkit.data.streamed.hub import list_split, list_url, open_repository
-        from toolkit.data.streamed.open import TextSource, open_text
+        from toolkit.data.streamed.hub_files import list_split, list_url, open_repository
+        from toolkit.data.streamed.open_text import TextSource, open_text
 
         val_files = None if self.val_path is None else list_url(self.val_path, "val_path")
         if self.path is not None:

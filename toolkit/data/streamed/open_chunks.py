@@ -10,14 +10,14 @@ from toolkit.data.base import Report, TokenDataset, Values
 from toolkit.data.cache import CRC_FILE, DAMAGE_ERRORS, MANIFEST, choose_cache_dir, hash_inputs
 from toolkit.data.sft.readers import require_pyarrow
 from toolkit.data.streamed.chunk_segments import ChunkSegments
-from toolkit.data.streamed.hub import open_url
-from toolkit.data.streamed.open import require_budget
-from toolkit.data.streamed.order import RowSpans, SegmentRows, StreamedRows
-from toolkit.data.streamed.reader import StreamReader
+from toolkit.data.streamed.hub_files import open_url
+from toolkit.data.streamed.open_text import require_budget
 from toolkit.data.streamed.stream import Stream
+from toolkit.data.streamed.stream_reader import StreamReader
+from toolkit.data.streamed.streamed_rows import RowSpans, SegmentRows, StreamedRows
 from toolkit.data.tokenizer import ENDS_FILE, Tokenizer
 from toolkit.data.tokens.chunks import INDEX
-from toolkit.data.tokens.store import SPLITS, TOKENS, TokenStore
+from toolkit.data.tokens.token_store import SPLITS, TOKENS, TokenStore
 from toolkit.errors import UserError, count_of
 from toolkit.io.atomic import write_atomic
 from toolkit.io.safe_parse import MAX_BYTES, parse_json

@@ -12,7 +12,7 @@ from toolkit.data.cache import hash_inputs, throttle
 from toolkit.data.streamed.segments import BrokenFileError, Part, plan_segments, read_part
 from toolkit.data.text.documents import DocumentEnds, TextChunk, tokenize
 from toolkit.data.tokenizer import Tokenizer
-from toolkit.data.tokens.store import TokenWriter, token_dtype
+from toolkit.data.tokens.token_store import TokenWriter, token_dtype
 from toolkit.io.source_files import SourceFile
 
 CODE_VERSION = 1  # increment if the same files and options give different tokens
@@ -58,7 +58,9 @@ class Source(ABC):
 
     @abstractmethod
     def write(self, number: int, folder: Path, tokenizer: Tokenizer | None, report: Report) -> SegmentCounts:
-        """Write a segment to an empty folder, for :class:`~toolkit.data.tokens.store.TokenStore`. Return its counts.
+        """Write a segment to an empty folder with a :class:`~toolkit.data.tokens.token_store.TokenWriter`.
+
+        Return its counts.
 
         Raises:
             StorageError: The storage fails.

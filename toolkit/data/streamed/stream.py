@@ -23,7 +23,7 @@ from toolkit.data.cache import DAMAGE_ERRORS, MANIFEST, publish, staging_folder
 from toolkit.data.streamed.chunk_segments import ChunkSegments
 from toolkit.data.streamed.source import SegmentCounts, Source, TextSegments
 from toolkit.data.tokenizer import Tokenizer
-from toolkit.data.tokens.store import TokenStore
+from toolkit.data.tokens.token_store import TokenStore
 from toolkit.errors import DataError
 from toolkit.io.atomic import sync_tree, write_json
 from toolkit.io.locks import file_lock

@@ -12,8 +12,8 @@ from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
 
-from toolkit.data.streamed.reader import SegmentRequest, folder_bytes, read_requests
 from toolkit.data.streamed.stream import Stream
+from toolkit.data.streamed.stream_reader import SegmentRequest, folder_bytes, read_requests
 from toolkit.io.storage import StorageError
 from toolkit.io.threads import ignore_signals
 

@@ -18,7 +18,7 @@ from toolkit.data.base import AUTO, AddBos, AddedBos, Report, file_errors, requi
 from toolkit.data.cache import throttle
 from toolkit.data.tokenizer import END_OF_TEXT, Tokenizer, train_bpe
 from toolkit.data.tokenizer_limits import is_parallel, one_thread_per_call
-from toolkit.data.tokens.store import TokenWriter
+from toolkit.data.tokens.token_store import TokenWriter
 from toolkit.errors import UserError, count_of
 from toolkit.io.processes import count_cores
 

@@ -53,7 +53,7 @@ class FileText(DataModule):
         """Return the files."""
 
     def prepare(self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Report = print) -> PreparedData:
-        from toolkit.data.text.prepare import prepare_text
+        from toolkit.data.text.prepare_text import prepare_text
 
         return prepare_text(self, self.find_text(report), tokenizer, max_seq_length, report)
 

@@ -19,7 +19,7 @@ from toolkit.io.safe_parse import read_json
 
 if TYPE_CHECKING:
     from toolkit.data.streamed.open_chunks import ChunkRows
-    from toolkit.data.tokens.store import BlockDataset
+    from toolkit.data.tokens.token_store import BlockDataset
 
 
 @dataclass
@@ -115,7 +115,7 @@ class LitData(DataModule):
         self, folder: Path, block_size: int, report: Report
     ) -> tuple[BlockDataset, BlockDataset | None, bytes, int]:
         """Return the training rows, validation rows or None, bytes for the content key, and the largest token id."""
-        from toolkit.data.tokens.store import SPLITS, TOKENS, ChunkBlockDataset, TokenStore, open_splits
+        from toolkit.data.tokens.token_store import SPLITS, TOKENS, ChunkBlockDataset, TokenStore, open_splits
 
         is_store = (folder / MANIFEST).is_file() and (folder / TOKENS).is_dir()
         if is_store or (folder / CHECKSUMS).is_file():  # written by prepare_data; others have no checksums

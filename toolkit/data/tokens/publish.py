@@ -12,9 +12,9 @@ import numpy as np
 
 from toolkit.data.base import PreparedData, Report, TokenDataset, Values
 from toolkit.data.cache import CRC_FILE, MANIFEST, publish, read_checksums, staging_folder
-from toolkit.data.streamed.order import RowSpans, StreamedRows
+from toolkit.data.streamed.streamed_rows import RowSpans, StreamedRows
 from toolkit.data.tokens.chunks import INDEX, ChunkedArray, read_index
-from toolkit.data.tokens.store import SPLITS, TOKENS, BlockDataset, TokenWriter
+from toolkit.data.tokens.token_store import SPLITS, TOKENS, BlockDataset, TokenWriter
 from toolkit.errors import UserError
 from toolkit.io.storage import Storage
 

@@ -39,7 +39,7 @@ from toolkit.ui.loggers import MetricsCSV, make_loggers, rows_crc
 from toolkit.ui.progress import metric_names
 
 if TYPE_CHECKING:
-    from toolkit.checkpoints.remote.run import RemoteRun
+    from toolkit.checkpoints.remote.remote_run import RemoteRun
     from toolkit.checkpoints.remote.uploader import Uploader
 
 

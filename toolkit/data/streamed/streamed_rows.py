@@ -14,9 +14,9 @@ import numpy as np
 
 from toolkit.data.base import Row, State, TokenDataset, next_token_row
 from toolkit.data.order import shuffled_index
-from toolkit.data.streamed.reader import StreamReader
 from toolkit.data.streamed.stream import CopyId, SegmentCounts
-from toolkit.data.tokens.store import TokenStore
+from toolkit.data.streamed.stream_reader import StreamReader
+from toolkit.data.tokens.token_store import TokenStore
 from toolkit.errors import DataError, join_first
 
 ROW_BITS = 32  # a row id is segment << ROW_BITS | row

@@ -1,6 +1,6 @@
 """Prepare instruction data, cached by content: rows -> records -> tokens and loss mask -> packed rows.
 
-    <cache_dir>/<module>-<first 16 of the key>/tokens/, loss_mask/   token arrays, see tokens.store
+    <cache_dir>/<module>-<first 16 of the key>/tokens/, loss_mask/   token arrays, see tokens.token_store
                                               rows.npz        offsets and origins of samples and rows
                                               manifest.json   keys and statistics
                                               checksums.json  checksums of all files
@@ -22,7 +22,7 @@ from toolkit.data.base import LabelSet, PreparedData, Report, Row, TokenDataset,
 from toolkit.data.cache import choose_cache_dir, hash_inputs, load_or_prepare, read_manifest, write_manifest
 from toolkit.data.order import shuffled_index
 from toolkit.data.sft.tokenize import Arrays, Counts, SFTConfig, tokenize_samples
-from toolkit.data.tokens.store import TokenStore, TokenWriter, token_dtype
+from toolkit.data.tokens.token_store import TokenStore, TokenWriter, token_dtype
 from toolkit.errors import UserError, join_first
 from toolkit.models.labels import IGNORE_INDEX
 

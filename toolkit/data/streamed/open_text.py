@@ -13,10 +13,10 @@ from toolkit.data.base import PreparedData, Report, TokenDataset, trained_vocabu
 from toolkit.data.cache import choose_cache_dir, hash_inputs, throttle
 from toolkit.data.sft.readers import require_pyarrow
 from toolkit.data.streamed import segments
-from toolkit.data.streamed.order import RowSpans, SegmentRows, StreamedRows, describe_broken
-from toolkit.data.streamed.reader import SegmentRequest, StreamReader, folder_bytes, stop_workers
 from toolkit.data.streamed.source import SegmentCounts, TextSegments, segment_texts
 from toolkit.data.streamed.stream import SOURCE, Stream
+from toolkit.data.streamed.stream_reader import SegmentRequest, StreamReader, folder_bytes, stop_workers
+from toolkit.data.streamed.streamed_rows import RowSpans, SegmentRows, StreamedRows, describe_broken
 from toolkit.data.text.documents import TAIL, added_bos, choose_ends, train_tokenizer
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import DataError, UserError, count_of

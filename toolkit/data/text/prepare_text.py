@@ -1,6 +1,6 @@
 """Prepare text files, cached by content: documents -> tokenizer -> token store -> manifest.
 
-    <cache_dir>/<module>-<first 16 of the key>/tokens/         all tokens, see toolkit.data.tokens.store
+    <cache_dir>/<module>-<first 16 of the key>/tokens/         all tokens, see toolkit.data.tokens.token_store
                                               tokenizer/
                                               manifest.json   key, tokenizer fingerprint and splits
                                               checksums.json  checksums of all files above
@@ -46,7 +46,7 @@ from toolkit.data.text.documents import (
     write_text,
 )
 from toolkit.data.tokenizer import Tokenizer, collect_characters
-from toolkit.data.tokens.store import BlockDataset, TokenWriter, open_splits, token_dtype
+from toolkit.data.tokens.token_store import BlockDataset, TokenWriter, open_splits, token_dtype
 from toolkit.errors import UserError
 from toolkit.io.atomic import write_atomic
 
