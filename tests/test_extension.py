@@ -13,6 +13,7 @@ from toolkit.cli import main
 from toolkit.data import SyntheticTokens
 from toolkit.errors import UserError
 from toolkit.models.families import FAMILIES, families, get_config
+from toolkit.source_hash import hash_sources
 from toolkit.ui.loggers import read_metrics
 
 INSTALLED = extension._installed  # before conftest.py replaces it
@@ -252,15 +253,15 @@ def test_sources_include_modules_that_a_single_file_imports_from_its_folder(tmp_
     for name in [*changed[2:], "unrelated.py"]:
         (tmp_path / name).touch()
     monkeypatch.syspath_prepend(tmp_path)
-    hashes = [extension.hash_sources(["one"])]
+    hashes = [hash_sources(["one"])]
     for name in [*changed, "unrelated.py"]:
         with open(tmp_path / name, "a") as file:
             file.write("# changed\n")
-        hashes.append(extension.hash_sources(["one"]))
+        hashes.append(hash_sources(["one"]))
     assert len(set(hashes)) == len(hashes) - 1 and hashes[-1] == hashes[-2]
-    hashes = [extension.hash_sources(["helper_package"])]
+    hashes = [hash_sources(["helper_package"])]
     (tmp_path / "helper_package" / "part.py").write_text("# changed again\n")
-    assert extension.hash_sources(["helper_package"]) not in hashes
+    assert hash_sources(["helper_package"]) not in hashes
 
 
 def test_installed_package_that_exits_is_a_warning(tmp_path, capsys, monkeypatch):

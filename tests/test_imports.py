@@ -18,7 +18,7 @@ from toolkit.extension import BUILT_IN
 
 # From the bottom up; a package may import itself and lower ones. Imports inside functions and for types count too.
 LAYERS = [
-    {"deferred", "errors", "escape", "private_torch", "version"},
+    {"deferred", "dotted_paths", "errors", "escape", "private_torch", "source_hash", "version"},
     {"io"},
     {"extension"},
     {"config"},
@@ -332,7 +332,7 @@ UNBOUNDED = {  # reads without a limit, with the reason
         "training/memory_stats.py Path('/proc/self/statm')",
     },
     "installed": {
-        "data/chat/template.py _STYLES / f'{style}.jinja'", "extension.py file",
+        "data/chat/template.py _STYLES / f'{style}.jinja'", "source_hash.py file",
         "toolkit_doctor/environment.py file", "data/text/python_stdlib.py path",
         "toolkit_report/page.py files('toolkit_report') / name",
     },

@@ -4,17 +4,13 @@ An installed package is found by its entry point in the group ``toolkit.extensio
 ``--extensions``. See tutorials/extend.md.
 """
 
-import importlib
-import os
 import re
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from toolkit.dotted_paths import add_cwd_to_path, import_object, load_object
 from toolkit.errors import UserError, notice, one_line
 
 BUILT_IN = (
@@ -337,6 +333,8 @@ def extension_versions() -> dict[str, str]:
     """Return each extension's version and source hash, by origin."""
     from importlib.metadata import version
 
+    from toolkit.source_hash import hash_sources  # slow to import
+
     versions = {}
     for origin, extension in extensions().items():
         installed = _installed().get(origin)
@@ -347,96 +345,6 @@ def extension_versions() -> dict[str, str]:
         number = "" if installed is None else f"{version(origin)} "
         versions[origin] = f"{number}(sources {hash_sources(modules - {''})})"
     return versions
-
-
-def hash_sources(modules: Iterable[str]) -> str:
-    """Return a short hash of the modules' source files.
-
-    It includes modules imported from the same folder, and all Python files of packages.
-    """
-    import hashlib
-    from importlib.util import find_spec
-
-    files: set[Path] = set()
-    for module in modules:
-        with suppress(ImportError, AttributeError, ValueError):
-            if (spec := find_spec(module)) is not None and spec.origin is not None:
-                folders = spec.submodule_search_locations
-                if folders is None:
-                    _add_with_helpers(Path(spec.origin), files)
-                else:
-                    files |= {Path(spec.origin), *(f for folder in folders for f in Path(folder).rglob("*.py"))}
-    contents = sorted(hashlib.sha256(file.read_bytes()).digest() for file in files if file.is_file())
-    return hashlib.sha256(b"".join(contents)).hexdigest()[:12]
-
-
-def _add_with_helpers(file: Path, files: set[Path]) -> None:
-    """Add a source file and its imports from the same folder, recursively (only the file for an installed module)."""
-    import ast
-
-    if file in files or not file.is_file():
-        return
-    files.add(file)
-    if {"site-packages", "dist-packages"} & set(file.parts):
-        return  # other files in this folder belong to other packages
-    with suppress(SyntaxError, ValueError):  # not valid Python
-        for node in ast.walk(ast.parse(file.read_bytes())):
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                dotted = [*(alias.name for alias in node.names), getattr(node, "module", None) or ""]
-                for name in filter(None, ".".join(dotted).split(".")):
-                    _add_with_helpers(file.parent / f"{name}.py", files)
-                    if (file.parent / name / "__init__.py").is_file():
-                        files |= set((file.parent / name).rglob("*.py"))
-
-
-def add_cwd_to_path() -> None:
-    """Add the current folder to sys.path. For a console script, sys.path lacks it."""
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-
-
-def load_object(path: str, what: str) -> Any:
-    """Import an object by dotted path; if that fails, raise a UserError that begins with ``what`` and says why."""
-    try:
-        return import_object(path)
-    except Exception as error:  # third-party code can raise anything
-        error_type = "" if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: "
-        hint = "; install it, or start in its folder" if isinstance(error, ModuleNotFoundError) else ""
-        raise UserError(f"{what}: {error_type}{one_line(error)}{hint}") from error
-
-
-def import_object(path: str) -> Any:
-    """Import an object by dotted path: ``module.name`` or a module."""
-    module, _, name = path.rpartition(".")
-    if not module:
-        return _import(path)
-    try:
-        imported = _import(module)
-    except ModuleNotFoundError as error:
-        if error.name is not None and module.startswith(error.name):
-            raise ModuleNotFoundError(f"there is no module {module}", name=error.name) from error
-        raise
-    if hasattr(imported, name):
-        return getattr(imported, name)
-    try:
-        return _import(path)
-    except ModuleNotFoundError as error:
-        if error.name != path:
-            raise
-        raise AttributeError(f"{module} has no {name}") from error
-
-
-def _import(module: str) -> Any:
-    if module.startswith("."):  # relative imports are a TypeError
-        raise ModuleNotFoundError(f"there is no module {module}", name=module)
-    try:
-        return importlib.import_module(module)
-    except SystemExit as error:
-        raise ImportError(f"{module} calls sys.exit({error.code!r}) when it is imported") from error
-    except BaseException as error:
-        if isinstance(error, Exception | KeyboardInterrupt):
-            raise
-        raise ImportError(f"{module} raises {type(error).__name__} when it is imported: {one_line(error)}") from error
 
 
 def _import_extension(module: str, what: str) -> Extension:

@@ -20,8 +20,8 @@ from toolkit.data.base import DataModule
 from toolkit.data.sft import prepare_sft as preparation
 from toolkit.data.sft.readers import Splits
 from toolkit.data.sft.schemas import KNOWN_COLUMNS, parse_row
+from toolkit.dotted_paths import import_object
 from toolkit.errors import UserError
-from toolkit.extension import import_object
 
 GATE = ("schemas.py", "messages.py")
 REPOSITORY = Path(toolkit.__file__).parents[1]

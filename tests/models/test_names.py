@@ -13,8 +13,8 @@ import torch
 from helpers.cases import check_each
 
 from toolkit.commands import pretrain
+from toolkit.dotted_paths import import_object
 from toolkit.errors import UserError
-from toolkit.extension import import_object
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import (
     DEFAULT_MODEL,

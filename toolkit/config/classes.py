@@ -11,8 +11,9 @@ from typing import Any, NamedTuple, get_type_hints
 
 from jsonargparse._parameter_resolvers import get_signature_parameters  # see parameters_of
 
+from toolkit.dotted_paths import import_object
 from toolkit.errors import UserError
-from toolkit.extension import import_object, load_registered, registered
+from toolkit.extension import load_registered, registered
 
 
 def class_names(base: type) -> list[str]:

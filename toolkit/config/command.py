@@ -16,8 +16,9 @@ from toolkit.config.classes import Option, classes_of, find_class, has_short_nam
 from toolkit.config.other_tools import CLASS_HINTS, VALUE_HINTS, suggest_option
 from toolkit.config.types import describe, expand_integer, is_mapping, is_restricted, limits, union_members
 from toolkit.config.values import OptionValue, instantiate, with_entry
+from toolkit.dotted_paths import import_object
 from toolkit.errors import UserError, did_you_mean
-from toolkit.extension import add_extensions, import_object, load_registered, registered
+from toolkit.extension import add_extensions, load_registered, registered
 from toolkit.io.paths import expand_path, is_path_option, require_folder, require_local
 
 _URL_OPTIONS = ("checkpoint_dir", "initial_checkpoint_dir", "base_checkpoint_dir", "resume")  # may be URLs

@@ -15,8 +15,9 @@ from toolkit.data.chat.template import require_style
 from toolkit.distributed.launchers import is_launched
 from toolkit.distributed.mesh import data_devices
 from toolkit.distributed.world import detect_world
+from toolkit.dotted_paths import add_cwd_to_path
 from toolkit.errors import UserError, did_you_mean, require_bitsandbytes, require_option, require_package
-from toolkit.extension import add_cwd_to_path, missing_built_in, registered, require_planner, run_checks
+from toolkit.extension import missing_built_in, registered, require_planner, run_checks
 from toolkit.io.paths import is_url
 from toolkit.models.families import DEFAULT_MODEL, get_config
 from toolkit.optim import HYBRID_OPTIMIZERS, PACKAGES, TORCH_OPTIMIZERS

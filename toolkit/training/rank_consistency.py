@@ -20,9 +20,10 @@ from toolkit.data.base import TokenDataset
 from toolkit.data.tokens.rows import PythonData
 from toolkit.distributed import ranks
 from toolkit.errors import UserError
-from toolkit.extension import BUILT_IN, extension_versions, hash_sources, registered
+from toolkit.extension import BUILT_IN, extension_versions, registered
 from toolkit.io.tempfiles import remove, temporary_prefix
 from toolkit.planning.run_args import RunArgs
+from toolkit.source_hash import hash_sources
 from toolkit.training.checkpoint_meta import RunFingerprint, values_by_flag
 from toolkit.training.hyperparameters import callback_paths, hyperparameters
 from toolkit.version import __version__

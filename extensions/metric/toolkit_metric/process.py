@@ -15,8 +15,8 @@ from typing import IO, Any, cast
 
 from toolkit.checkpoints.find import find_checkpoint_dir, head_of
 from toolkit.config.metric_options import MetricArgs
+from toolkit.dotted_paths import add_cwd_to_path
 from toolkit.errors import UserError, require_option
-from toolkit.extension import add_cwd_to_path
 from toolkit.io.processes import exchange, start_server
 from toolkit.io.threads import call_with_timeout, run_in_thread
 from toolkit.planning import best_metric

@@ -12,8 +12,8 @@ from itertools import islice
 from threading import Thread
 from typing import Any
 
+from toolkit.dotted_paths import import_object
 from toolkit.errors import UserError, one_line
-from toolkit.extension import import_object
 from toolkit_metric.entries import Traits
 
 _MAX_NAMES = 100

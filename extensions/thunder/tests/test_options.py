@@ -15,8 +15,9 @@ from toolkit.cli import main
 from toolkit.config import DDPArgs, FSDPArgs
 from toolkit.distributed.mesh import Layout
 from toolkit.distributed.strategy import plan_strategy
+from toolkit.dotted_paths import import_object
 from toolkit.errors import UserError
-from toolkit.extension import extensions, import_object
+from toolkit.extension import extensions
 
 
 def run_args(compiler="none", strategy="auto", thunder=None, **changes):

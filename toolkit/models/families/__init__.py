@@ -22,8 +22,9 @@ from os.path import commonprefix
 from types import ModuleType
 from typing import Any
 
+from toolkit.dotted_paths import import_object
 from toolkit.errors import UserError, did_you_mean, require_option
-from toolkit.extension import Entry, import_object, load_registered, registered
+from toolkit.extension import Entry, load_registered, registered
 from toolkit.models.config import Fields, ModelConfig
 from toolkit.models.families import hf_config, hf_keys
 from toolkit.models.families.hf_heads import is_scored, read_head, write_head

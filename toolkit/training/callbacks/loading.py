@@ -3,8 +3,9 @@
 import inspect
 from typing import Any
 
+from toolkit.dotted_paths import add_cwd_to_path, load_object
 from toolkit.errors import UserError
-from toolkit.extension import add_cwd_to_path, load_object, load_registered, registered
+from toolkit.extension import load_registered, registered
 from toolkit.training.hyperparameters import callback_entries
 from toolkit.training.run import Callback
 
