@@ -30,26 +30,3 @@ def nearest_micro_batches(schedule: str, size: int, micro_batches: int) -> list[
     below = next((n for n in range(micro_batches, 0, -1) if works(n)), None)
     above = next(n for n in range(max(micro_batches, 1), micro_batches + 2 * size + 1) if works(n))
     return sorted({n for n in (below, above) if n is not None})
-
-
-def activations_in_flight(schedule: str, size: int, micro_batches: int) -> tuple[float, float, float]:
-    """Return how many micro-batches' activations the first, second and last rank hold at most, for all their layers."""
-    first, second, last = {
-        "1f1b": (size, size - 1, 1),
-        "gpipe": (micro_batches, micro_batches, micro_batches),
-        # warm-up passes of one of two stages, and the next one
-        "interleaved": ((3 * size - 1) / 2, (3 * size - 3) / 2, (size + 1) / 2),
-        # the weights' gradients wait, and what they need with them; the factors fit simulated steps
-        "zbv": (1.3 * size, 1.5 * size, 1.5 * size),
-    }[schedule]
-    return min(first, micro_batches), min(second, micro_batches), min(last, micro_batches)
-
-
-def describe_stages(schedule: str, size: int, n_layer: int, micro_batches: int) -> str:
-    """Return the stages and the least idle time: ``4 stages of 8 layers, 1f1b, idle for at least 27 % of a step``."""
-    n_stages = size * STAGES_PER_RANK[schedule]
-    text = f"{n_stages} stages of {n_layer // n_stages} layers, {schedule}"
-    if schedule == "zbv":
-        return text
-    work = micro_batches * STAGES_PER_RANK[schedule]  # in passes of a stage, of which size - 1 are waited for
-    return f"{text}, idle for at least {(size - 1) / (work + size - 1):.0%} of a step".replace("%", " %")

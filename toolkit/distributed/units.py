@@ -170,9 +170,3 @@ def block_dtypes(options: FSDPArgs, precision: Precision) -> UnitDtypes | None:
 
     reduce_dtype = dtype(options.reduce_dtype, None if mixed is None else torch.float32)
     return UnitDtypes(dtype(options.param_dtype, mixed), reduce_dtype)
-
-
-def unit_dtypes(part: Unit, options: FSDPArgs, precision: Precision) -> UnitDtypes | None:
-    """Return the dtypes of a unit. Units with head or embedding, and the root, are gathered as they are stored."""
-    dtypes = block_dtypes(options, precision)
-    return dtypes if part.is_block or dtypes is None else dtypes._replace(param_dtype=None)

@@ -146,13 +146,6 @@ def _require_equal_blocks(parameter: nn.Parameter) -> None:
         )
 
 
-def state_bytes_8bit(elements: int) -> float:
-    """Return the bytes of bitsandbytes' state for one parameter, without the 2 KB of shared lookup tables."""
-    if elements < MIN_8BIT_SIZE:
-        return 2 * 4 * elements
-    return 2 * (elements + 4 * -(-elements // QUANTIZED_BLOCK))
-
-
 def can_fuse(parameters: Iterable[nn.Parameter]) -> bool:
     """Whether torch's fused optimizers support the devices of these parameters."""
     return all(p.device.type in ("cuda", "cpu", "mps") for p in parameters)

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 
 from toolkit.checkpoints.find import find_checkpoint_dir
 from toolkit.checkpoints.folder import CONFIG, write_model_config
-from toolkit.distributed.stages import describe_stages
+from toolkit.distributed.stages import STAGES_PER_RANK
 from toolkit.distributed.units import describe_units, plan_units
 from toolkit.errors import UserError, count_of
 from toolkit.models.block import Block
@@ -116,6 +116,16 @@ class RunPlan:
     def tokens_per_step(self) -> int:
         """Maximum tokens per optimizer step; rows may be shorter than the longest one."""
         return self.config.batch.global_batch_size * self.seq_length
+
+
+def describe_stages(schedule: str, size: int, n_layer: int, micro_batches: int) -> str:
+    """Return the stages and the least idle time: ``4 stages of 8 layers, 1f1b, idle for at least 27 % of a step``."""
+    n_stages = size * STAGES_PER_RANK[schedule]
+    text = f"{n_stages} stages of {n_layer // n_stages} layers, {schedule}"
+    if schedule == "zbv":
+        return text
+    work = micro_batches * STAGES_PER_RANK[schedule]  # in passes of a stage, of which size - 1 are waited for
+    return f"{text}, idle for at least {(size - 1) / (work + size - 1):.0%} of a step".replace("%", " %")
 
 
 def plan_run(args: RunArgs, devices: DeviceSpec, rows: Rows | None = None, refusal: str = "") -> RunPlan:

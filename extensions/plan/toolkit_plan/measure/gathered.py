@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from toolkit.distributed.units import EMBEDDING, HEAD, Unit, plan_units, unit_dtypes
+from toolkit.distributed.units import EMBEDDING, HEAD, Unit, block_dtypes, plan_units
 from toolkit.models.block import Block
 from toolkit.models.gpt import GPT
 from toolkit_plan.measure.inputs import MemoryInputs
@@ -19,7 +19,9 @@ def unit_sizer(inputs: MemoryInputs, stored: list[StoredParameter]) -> Callable[
     by_id = {id(p.parameter): p for p in stored}
 
     def size(unit: Unit, kind: str, trained: bool) -> float:
-        dtype, total = getattr(unit_dtypes(unit, inputs.fsdp, inputs.precision), kind, None), 0.0
+        dtypes, total = block_dtypes(inputs.fsdp, inputs.precision), 0.0
+        # units with head or embedding, and the root, are gathered as they are stored
+        dtype = None if kind == "param_dtype" and not unit.is_block else getattr(dtypes, kind, None)
         gathers_fp8 = inputs.gathers_fp8 and not trained and unit.name not in ("", HEAD, EMBEDDING)
         for p in (by_id[id(parameter)] for parameter in unit.parameters):
             itemsize = p.itemsize

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from toolkit.distributed.stages import STAGES_PER_RANK, activations_in_flight
+from toolkit.distributed.stages import STAGES_PER_RANK
 from toolkit.models.flops import count_parameters
 from toolkit.models.gpt import GPT
 from toolkit.planning.meta_model import model_of
@@ -192,6 +192,19 @@ def plan_memory(inputs: MemoryInputs, model: GPT | None = None, step: StepMemory
         host=host,
         host_copy=0.0 if is_on_host else checkpoint_copy,
     )
+
+
+def activations_in_flight(schedule: str, size: int, micro_batches: int) -> tuple[float, float, float]:
+    """Return how many micro-batches' activations the first, second and last rank hold at most, for all their layers."""
+    first, second, last = {
+        "1f1b": (size, size - 1, 1),
+        "gpipe": (micro_batches, micro_batches, micro_batches),
+        # warm-up passes of one of two stages, and the next one
+        "interleaved": ((3 * size - 1) / 2, (3 * size - 3) / 2, (size + 1) / 2),
+        # the weights' gradients wait, and what they need with them; the factors fit simulated steps
+        "zbv": (1.3 * size, 1.5 * size, 1.5 * size),
+    }[schedule]
+    return min(first, micro_batches), min(second, micro_batches), min(last, micro_batches)
 
 
 def _plan_heaviest_rank(inputs: MemoryInputs, step: StepMemory | None) -> Memory:

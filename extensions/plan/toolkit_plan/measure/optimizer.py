@@ -12,7 +12,7 @@ from torch import nn
 from toolkit.optim.bf16 import UPDATE_CHUNK, chunks
 from toolkit.optim.classes import construct, optimizer_class
 from toolkit.optim.evaluation_weights import begin_training
-from toolkit.optim.hybrid import NS_STEPS, AdamW8bit, Muon, state_bytes_8bit
+from toolkit.optim.hybrid import MIN_8BIT_SIZE, NS_STEPS, QUANTIZED_BLOCK, AdamW8bit, Muon
 from toolkit.optim.muon import STACK_NUMEL, newton_schulz_flops
 from toolkit_plan.measure.inputs import FP32, MemoryInputs, cached_by_text
 from toolkit_plan.measure.parameters import ADAPTERS, StoredParameter
@@ -102,6 +102,13 @@ def _orthogonalization_bytes(inputs: MemoryInputs, stored: list[StoredParameter]
 def _is_foreach(inputs: MemoryInputs) -> bool:
     """Whether the optimizer uses foreach kernels on CUDA, with intermediates as large as a group's weights."""
     return _takes(inputs, "foreach") and inputs.optimizer.get("foreach") is not False and not is_fused(inputs)
+
+
+def state_bytes_8bit(elements: int) -> float:
+    """Return the bytes of bitsandbytes' state for one parameter, without the 2 KB of shared lookup tables."""
+    if elements < MIN_8BIT_SIZE:
+        return 2 * 4 * elements
+    return 2 * (elements + 4 * -(-elements // QUANTIZED_BLOCK))
 
 
 def is_fused(inputs: MemoryInputs) -> bool:
