@@ -5,9 +5,11 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import cache
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -129,6 +131,16 @@ def corpus(tmp_path_factory) -> Path:
         text = ". ".join(" ".join(rng.choices(WORDS, k=rng.randint(4, 12))) for _ in range(100))
         (folder / f"part{i:02}.txt").write_text(text + "\n")
     return folder
+
+
+@pytest.fixture
+def web(monkeypatch):
+    """The address of a server of the files in the current folder."""
+    monkeypatch.setattr(SimpleHTTPRequestHandler, "log_message", lambda *_: None)
+    with ThreadingHTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
 
 
 @pytest.fixture
