@@ -1,5 +1,4 @@
 import hashlib
-import json
 import subprocess
 import sys
 from dataclasses import MISSING, fields
@@ -8,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.cases import check_each
+from helpers.damage import edit_json
 
 import toolkit.data
 from toolkit.data import CharText, HuggingFaceText, LitData, PythonStdlib, SyntheticTokens, TextFiles
@@ -196,9 +196,7 @@ def litdata_error(path, tokenizer=None, max_seq_length=32, **options) -> str:
 
 def test_s4_hostile_index_is_refused(plain):
     folder, _ = plain
-    index = json.loads((folder / "train" / "index.json").read_text())
-    index["chunks"][0]["filename"] = "../val/chunk-0-0.bin"
-    (folder / "train" / "index.json").write_text(json.dumps(index))
+    edit_json(folder / "train/index.json", lambda index: index["chunks"][0].update(filename="../val/chunk-0-0.bin"))
     assert "only plain file names" in litdata_error(folder)
 
 

@@ -17,7 +17,7 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from helpers.cases import check_each, slow_except
 from helpers.compare_runs import assert_same_weights
-from helpers.damage import flip
+from helpers.damage import edit_json, flip
 from helpers.groups import losses, read_until
 from helpers.hub_stub import Hub
 from helpers.processes import start
@@ -204,9 +204,7 @@ def test_bad_chunks_are_one_line_and_never_used(dataset, tmp_path, monkeypatch):
         raise error.value
 
     def retype(chunks: Path, code: int) -> None:
-        index = json.loads((chunks / "index.json").read_text())
-        index["config"]["data_format"] = [f"no_header_tensor:{code}"]
-        (chunks / "index.json").write_text(json.dumps(index))
+        edit_json(chunks / "index.json", lambda i: i["config"].update(data_format=[f"no_header_tensor:{code}"]))
 
     def unzip(chunks: Path) -> None:
         compress(chunks)

@@ -1,6 +1,5 @@
 """The token store: rows across chunks, the loss mask, LitData's reader and writer, and damage (S4, S5, S7)."""
 
-import json
 import pickle
 import random
 import re
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.cases import check_each
-from helpers.damage import flip
+from helpers.damage import edit_json, flip
 
 from toolkit.data.tokens import chunks, token_store
 from toolkit.data.tokens.token_store import BlockDataset, ChunkBlockDataset, TokenStore, TokenWriter
@@ -35,13 +34,6 @@ def write(tokens, folder, per_chunk=CHUNK) -> int:
     for part in np.split(tokens, [0, 1, 7, 300, 301, len(tokens) - 1]):
         writer.add(part)
     return writer.finish()
-
-
-def edit_index(folder, edit):
-    path = folder / "tokens" / "index.json"
-    index = json.loads(path.read_text())
-    edit(index)
-    path.write_text(json.dumps(index))
 
 
 def blocks_of(rows) -> list[list[int]]:
@@ -172,7 +164,7 @@ def test_s4_index_cannot_point_outside_its_folder(written):
     _, folder = written
     (folder / "secret.bin").write_bytes((folder / "tokens" / "chunk-0-0.bin").read_bytes())
     for name in HOSTILE:
-        edit_index(folder, lambda index, name=name: index["chunks"][0].update(filename=name))
+        edit_json(folder / "tokens/index.json", lambda index, name=name: index["chunks"][0].update(filename=name))
         with pytest.raises(ValueError, match="only plain file names"):
             TokenStore(folder)
 
@@ -198,7 +190,7 @@ def test_damaged_index_or_missing_chunk_is_an_error(written):
 
     def check(edit, message) -> None:
         index.write_text(intact)
-        edit_index(folder, edit)
+        edit_json(folder / "tokens/index.json", edit)
         with pytest.raises(ValueError, match=message):
             TokenStore(folder)
 

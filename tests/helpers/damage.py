@@ -17,3 +17,7 @@ def edit_json(path: Path, change: Callable[[Any], object]) -> None:
     values = json.loads(path.read_text())
     change(values)
     path.write_text(json.dumps(values))
+
+
+def change_json(path: Path, **values: Any) -> None:
+    edit_json(path, lambda content: content.update(values))

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from helpers.damage import edit_json
 from helpers.tiny_configs import HF_CONFIGS
 from helpers.tiny_models import randomize, token_ids
 from safetensors.torch import load_file, save_file
@@ -99,9 +100,7 @@ def test_fp8_model_imports_as_its_16_bit_equivalent(folder, tmp_path):
     ],
 )
 def test_other_fp8_formats_are_rejected(folder, tmp_path, changed, message):
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] |= changed
-    (folder / "config.json").write_text(json.dumps(config))
+    edit_json(folder / "config.json", lambda config: config["quantization_config"].update(changed))
     with pytest.raises(UserError, match=message):
         import_hf(folder, tmp_path / "native")
     assert not (tmp_path / "native").exists()

@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from helpers.cases import slow_except
+from helpers.damage import change_json
 from helpers.peak_memory import with_path
 from safetensors.torch import load_file, save_file
 from tokenizers import processors
@@ -55,10 +56,6 @@ def change(folder, file="model.safetensors", add=(), drop=()):
     for name in drop:
         del weights[name]
     save_file(weights | dict(add), folder / file, metadata={"format": "pt"})
-
-
-def change_json(path, **values):
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 def same_logits(folder, reference):

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from helpers.damage import change_json
 from helpers.peak_memory import with_path
 from safetensors.torch import load_file, save_file
 
@@ -46,10 +47,6 @@ def save(folder, **sizes):
     quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
     change_json(folder / "config.json", quantization_config=quantization)
     return folder
-
-
-def change_json(path, **values):
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 def change(folder, drop=(), **add):
