@@ -15,6 +15,7 @@ from toolkit_metric.entries import METRICS
 from toolkit_metric.prompts import prompt_template, read_prompts
 
 import toolkit
+from toolkit.config.classes import classes_of
 from toolkit.data import JSON
 from toolkit.data.base import DataModule
 from toolkit.data.sft import prepare_sft as preparation
@@ -22,6 +23,7 @@ from toolkit.data.sft.readers import Splits
 from toolkit.data.sft.schemas import KNOWN_COLUMNS, parse_row
 from toolkit.dotted_paths import import_object
 from toolkit.errors import UserError
+from toolkit.extension import is_built_in, registered
 
 GATE = ("schemas.py", "messages.py")
 REPOSITORY = Path(toolkit.__file__).parents[1]
@@ -93,7 +95,8 @@ def modules_with_rows():
     """Import all of toolkit.data, and return every data module of it that finds rows."""
     for module in pkgutil.walk_packages(importlib.import_module("toolkit.data").__path__, "toolkit.data."):
         importlib.import_module(module.name)
-    found = {cls for cls in subclasses(DataModule) if cls.__module__.startswith("toolkit.")}
+    classes_of(DataModule)  # those of built-in extensions
+    found = {cls for cls in subclasses(DataModule) if is_built_in(cls)}
     return sorted(filter(lambda cls: hasattr(cls, "find_rows"), found), key=lambda cls: cls.__name__)
 
 
@@ -219,8 +222,9 @@ def test_rows_have_one_way_in(tokenizer, tmp_path, monkeypatch):
         check_module(cls, tokenizer, tmp_path, monkeypatch)
 
     check_each(check, [cls for cls in modules if not cls.__abstractmethods__])
+    paths = METRICS | {name: entry.path for name, entry in registered("metrics").items()}
     arguments = {"regex": "a", "check": "true", "reward": "folder"}
-    check_each(check_metric, [(path, arguments.get(name)) for name, path in METRICS.items()])
+    check_each(check_metric, [(path, arguments.get(name)) for name, path in paths.items()])
     files = [*Path(toolkit.__file__).parent.rglob("*.py"), *(REPOSITORY / "extensions").rglob("toolkit_*/*.py")]
     sources = {path: path.read_text() for path in files if path.name not in GATE}
     assert not [path for path, source in sources.items() if rogue_lines(source)]

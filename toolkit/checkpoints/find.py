@@ -7,7 +7,7 @@ from typing import Any
 
 from toolkit.checkpoints.remote.access import local_folder
 from toolkit.checkpoints.store import FINAL, WEIGHTS, is_checkpoint_name, newest
-from toolkit.errors import UserError, notice
+from toolkit.errors import UserError
 from toolkit.io.safe_parse import read_yaml
 
 CONFIG, HYPERPARAMETERS = "model_config.yaml", "hyperparameters.yaml"
@@ -38,22 +38,6 @@ def find_checkpoint_dir(value: str | Path, option: str = "checkpoint_dir") -> Pa
             )
         raise UserError(f"{option} {value}: holds no {CONFIG}; {_suggest_folder(folder)}")
     return folder
-
-
-def with_run_columns(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """Return options such as text_column, with those that are None as in the classification that trained a checkpoint.
-
-    Says so in a line on stderr.
-    """
-    columns: dict[str, str] = {}
-    with suppress(KeyError, TypeError, AttributeError):  # a file that toolkit did not write
-        data = read_settings(folder, HYPERPARAMETERS)["data"]
-        if data["class_path"] == "Classification":
-            values = {name: data["init_args"].get(name) for name, value in options.items() if value is None}
-            columns = {name: str(value) for name, value in values.items() if value}
-    if columns:
-        notice(f"columns as in the checkpoint's run: {', '.join(f'{name} {value}' for name, value in columns.items())}")
-    return options | columns
 
 
 def head_of(folder: Path) -> str | None:

@@ -10,7 +10,6 @@ from toolkit.extension import import_by_name
 
 if TYPE_CHECKING:
     from toolkit.data.mixture import Mixture
-    from toolkit.data.sft.classification import Classification
     from toolkit.data.sft.datasets import (
         CSV,
         JSON,
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
         HuggingFace,
         InstructionData,
         Parquet,
-        Preference,
     )
     from toolkit.data.streamed.hugging_face_text import HuggingFaceText, OpenWebText, RedPajama, TinyStories
     from toolkit.data.text.text_files import CharText, PythonStdlib, TextFiles
@@ -30,15 +28,14 @@ if TYPE_CHECKING:
     from toolkit.data.tokens.synthetic import SyntheticTokens
 
 __all__ = [
-    "CSV", "JSON", "LIMA", "Alpaca", "Alpaca2k", "AlpacaGPT4", "CharText", "Classification", "DataModule", "Dolly",
-    "HuggingFace", "HuggingFaceText", "InstructionData", "LitData", "Mixture", "OpenWebText", "Parquet", "Preference",
+    "CSV", "JSON", "LIMA", "Alpaca", "Alpaca2k", "AlpacaGPT4", "CharText", "DataModule", "Dolly",
+    "HuggingFace", "HuggingFaceText", "InstructionData", "LitData", "Mixture", "OpenWebText", "Parquet",
     "PreparedData", "PythonStdlib", "RedPajama", "SyntheticTokens", "TextFiles", "TinyStories", "TokenDataset",
 ]  # fmt: skip
 
 _HOMES = {
     "mixture": "Mixture",
-    "sft.classification": "Classification",
-    "sft.datasets": "CSV JSON LIMA Alpaca Alpaca2k AlpacaGPT4 Dolly HuggingFace Parquet Preference",
+    "sft.datasets": "CSV JSON LIMA Alpaca Alpaca2k AlpacaGPT4 Dolly HuggingFace Parquet",
     "streamed.hugging_face_text": "HuggingFaceText OpenWebText RedPajama TinyStories",
     "text.text_files": "CharText PythonStdlib TextFiles",
     "tokens.lit_data": "LitData",

@@ -307,6 +307,10 @@ class DataModule(ABC):
             model_labels: The labels of the initial model's head, if it has one.
         """
 
+    def as_trained(self, folder: Path) -> DataModule:
+        """Return the data with what is not set as in the run of a checkpoint, for ``toolkit evaluate``."""
+        return self
+
     def estimate_rows(self, tokenizer: Tokenizer | None, max_seq_length: int) -> int | None:
         """Estimate the training rows in less than a second, for ``toolkit plan``; None if they are unknown."""
         return None

@@ -17,6 +17,7 @@ import torch
 from helpers.cases import check_each
 from helpers.small_runs import write_base
 from helpers.tiny_configs import HF_CONFIGS
+from toolkit_align.labels import Labeling
 from toolkit_align.reward import reward
 from toolkit_align.scoring import macro_f1, spearman
 
@@ -28,7 +29,6 @@ from toolkit.cli import main
 from toolkit.data import Classification, Preference
 from toolkit.data.base import LabelSet
 from toolkit.data.chat.template import Encoding
-from toolkit.data.sft.labels import Labeling
 from toolkit.data.sft.tokenize import mark_scored
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError

@@ -3,6 +3,10 @@
 from toolkit.extension import Command, Extension
 
 EXTENSION = Extension(
+    data={
+        "Classification": "toolkit_align.classification.Classification",
+        "Preference": "toolkit_align.preference_data.Preference",
+    },
     objectives={
         "Classification": "toolkit_align.scores.Classification",
         "DPO": "toolkit_align.preference.DPO",

@@ -7,13 +7,14 @@ from typing import Any, Literal
 
 from jsonargparse.typing import PositiveInt
 
-from toolkit.checkpoints.find import find_checkpoint_dir, head_of, with_run_columns
+from toolkit.checkpoints.find import find_checkpoint_dir, head_of
 from toolkit.config import Accelerator
-from toolkit.data.sft.labels import MULTI, SINGLE
 from toolkit.data.sft.readers import KINDS, RowFile, describe_row, find_splits
 from toolkit.data.sft.schemas import parse_row
 from toolkit.errors import UserError, join_first, notice, require_option
 from toolkit.escape import csv_writer, visible
+from toolkit_align.classification import with_run_columns
+from toolkit_align.labels import MULTI, SINGLE
 
 
 def setup(

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from toolkit.data.sft.labels import MULTI, SINGLE
 from toolkit.data.sft.schemas import Record
 from toolkit.errors import UserError
+from toolkit_align.labels import MULTI, SINGLE
 from toolkit_align.text_scorer import TextScorer
 
 

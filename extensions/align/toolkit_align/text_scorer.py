@@ -11,13 +11,13 @@ import torch
 
 from toolkit.data.batch import batch_texts
 from toolkit.data.chat.template import Encoding, tokenizer_template
-from toolkit.data.sft.labels import MULTI, SINGLE
 from toolkit.data.sft.messages import EmptyAnswerError
 from toolkit.data.sft.schemas import Record
 from toolkit.data.sft.tokenize import Counts, cut_end, cut_prompts, mark_scored, tokenize_record
 from toolkit.errors import UserError
 from toolkit.inference.chat import find_template
 from toolkit.inference.load import load_checkpoint
+from toolkit_align.labels import MULTI, SINGLE
 from toolkit_align.scores import read_scores
 
 

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from lightning.fabric import Fabric
 
-from toolkit.checkpoints.find import is_hf_folder, with_run_columns
+from toolkit.checkpoints.find import is_hf_folder
 from toolkit.checkpoints.folder import HYPERPARAMETERS, find_model, read_model_config
 from toolkit.checkpoints.hf.sums import require_intact
 from toolkit.config import none_if_auto
 from toolkit.config.classes import class_names, find_class
 from toolkit.config.command import as_mapping, parse_object
-from toolkit.data import Classification, DataModule, Mixture, Preference, PythonStdlib
+from toolkit.data import DataModule, Mixture, PythonStdlib
 from toolkit.data.base import choose_seq_length, is_ragged, row_count
 from toolkit.data.batch import Batch, choose_padding
 from toolkit.data.chat.template import tokenizer_template
@@ -97,9 +97,8 @@ def evaluate(checkpoint: EvaluatedModel) -> dict[str, Any]:
     if isinstance(data, RunData):
         data, of_run = data_of_run(checkpoint.folder, trust=options.trust_checkpoint_data)
         length = length or of_run
-    elif isinstance(data, Classification):
-        columns = {name: getattr(data, name) for name in ("text_column", "text_pair_column", "label_column")}
-        data = replace(data, **with_run_columns(checkpoint.folder, columns))
+    else:
+        data = data.as_trained(checkpoint.folder)
     native = checkpoint.load_model()
     config, block_size = native.config, native.config.block_size
     objective = objective_of_head(config, data)
@@ -172,11 +171,11 @@ def objective_of_head(config: ModelConfig, data: DataModule) -> Objective:
                 "or --tasks"
             )
         return NextToken()
-    needed = Classification if config.head == "classification" else Preference
-    if not isinstance(data, needed):
-        name = type(data).__name__
-        raise UserError(f"--data {name}: the model has a {config.head} head; use --data {needed.__name__}")
-    return load_registered("heads", config.head)()
+    objective: Objective = load_registered("heads", config.head)()
+    content, needed = ("labels", "Classification") if objective.row_kind == "labeled" else ("preferences", "Preference")
+    if data.content != content:
+        raise UserError(f"--data {type(data).__name__}: the model has a {config.head} head; use --data {needed}")
+    return objective
 
 
 def _embedded(batches: Iterable[Batch], n_embeddings: int, source: str, read: Counter[str]) -> Iterator[Batch]:

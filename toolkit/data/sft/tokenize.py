@@ -10,7 +10,6 @@ import numpy as np
 from toolkit.data.base import OnLong, Packing, Report, RowKind, TrainOn, Values
 from toolkit.data.cache import throttle
 from toolkit.data.chat.template import ChatTemplate, Encoding, encode_text
-from toolkit.data.sft.labels import Labeling
 from toolkit.data.sft.messages import EmptyAnswerError
 from toolkit.data.sft.readers import ClassNames, RowSource, Splits, describe_row
 from toolkit.data.sft.schemas import Columns, EqualAnswersError, Record, parse_row
@@ -29,7 +28,7 @@ class SFTConfig:
     Args:
         module: Prefix of the cache folder name.
         kind: What a row is, see :data:`toolkit.data.base.RowKind`.
-        labeling: How to read the texts and labels of a classification.
+        labeling: How to read the texts and labels of a classification, a dataclass; None reads answers.
         option: The data option, such as ``--data.json_path faq.jsonl``.
         no_template: If ``template`` is None, the error to raise for the first conversation.
         skip_empty: Skip rows with an empty answer instead of raising an error.
@@ -52,7 +51,7 @@ class SFTConfig:
     cache_dir: str | None
     columns: Columns = None
     train_on: TrainOn = "all"
-    labeling: Labeling | None = None
+    labeling: Any = None
 
     @property
     def is_scored(self) -> bool:

@@ -1,8 +1,11 @@
 """The data module of a classification: texts with labels."""
 
-from dataclasses import dataclass, fields
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any, ClassVar, cast
 
+from toolkit.checkpoints.find import HYPERPARAMETERS, read_settings
 from toolkit.data.base import (
     Content,
     DataModule,
@@ -18,11 +21,11 @@ from toolkit.data.base import (
 )
 from toolkit.data.sft.datasets import find_file_splits, find_hub_splits, prepare_rows
 from toolkit.data.sft.first_rows import MAX_ROWS, first_records
-from toolkit.data.sft.labels import ClassWeights, Labeling
 from toolkit.data.sft.readers import Splits
 from toolkit.data.tokenizer import Tokenizer
-from toolkit.errors import UserError
+from toolkit.errors import UserError, notice
 from toolkit.models.config_checks import ProblemType
+from toolkit_align.labels import ClassWeights, Labeling
 
 
 @dataclass(kw_only=True)
@@ -91,6 +94,10 @@ class Classification(DataModule):
             is_any = np.ones(len(records), np.bool_)
             labeling.encode(records, is_any, is_any, files[0].class_names().get(labeling.label_column))
 
+    def as_trained(self, folder: Path) -> "Classification":
+        columns = {name: getattr(self, name) for name in ("text_column", "text_pair_column", "label_column")}
+        return replace(self, **with_run_columns(folder, columns))
+
     def find_rows(self) -> tuple[str, Splits]:
         """Return the data option, such as ``--data.path reviews.csv``, and the row sources."""
         return find_hub_splits(self) if self.repo_id else find_file_splits(self, "path")
@@ -118,3 +125,19 @@ class Classification(DataModule):
             has_effect = value is None or train.statistics["conversations"]
             require(has_effect, name, value, "has no effect on texts, only on messages; remove it")
         return data
+
+
+def with_run_columns(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """Return options such as text_column, with those that are None as in the classification that trained a checkpoint.
+
+    Says so in a line on stderr.
+    """
+    columns: dict[str, str] = {}
+    with suppress(KeyError, TypeError, AttributeError):  # a file that toolkit did not write
+        data = read_settings(folder, HYPERPARAMETERS)["data"]
+        if data["class_path"] == "Classification":
+            values = {name: data["init_args"].get(name) for name, value in options.items() if value is None}
+            columns = {name: str(value) for name, value in values.items() if value}
+    if columns:
+        notice(f"columns as in the checkpoint's run: {', '.join(f'{name} {value}' for name, value in columns.items())}")
+    return options | columns

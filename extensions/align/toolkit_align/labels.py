@@ -27,7 +27,7 @@ _PROBLEM = "--data.problem_type"
 
 @dataclass(frozen=True)
 class Labeling:
-    """How to read the rows of a classification, see :class:`toolkit.data.sft.classification.Classification`.
+    """How to read the rows of a classification, see :class:`toolkit_align.classification.Classification`.
 
     Args:
         model_labels: The labels of the model that is trained or evaluated; None takes the data's.
