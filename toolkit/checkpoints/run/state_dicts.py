@@ -56,15 +56,13 @@ def full_state(
     weights, state = _with_masters(weights, state, tied)
     if is_staged:
         weights, state = gather_stages(_untied(weights, tied)), gather_stages(state)
-    weights |= {second: weights[first] for second, first in tied.items() if first in weights}
-    return weights, {"state": state, **_group_state(module, optimizer, state)}
+    return _with_aliases(weights, tied), {"state": state, **_group_state(module, optimizer, state)}
 
 
 def full_weights(module: nn.Module, tied: dict[str, str]) -> Tensors:
     """Return the weights as :func:`full_state` with ``offload``, without masters. Not for pipeline parallelism."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=_on_cuda(module))
-    weights = _full_weights(module, tied, options)
-    return weights | {second: weights[first] for second, first in tied.items() if first in weights}
+    return _with_aliases(_full_weights(module, tied, options), tied)
 
 
 def _full_weights(module: nn.Module, tied: dict[str, str], options: StateDictOptions) -> Tensors:
@@ -145,8 +143,7 @@ def load_sharded_weights(module: nn.Module, tied: dict[str, str], folder: Path) 
     load_sharded(as_pieces(_untied(weights, tied), cuts_of(module)), folder)
     if cuts_of(module):
         return  # the shards share memory with the parameters
-    weights |= {second: weights[first] for second, first in tied.items() if first in weights}
-    _without_warnings(set_model_state_dict, module, weights)
+    _without_warnings(set_model_state_dict, module, _with_aliases(weights, tied))
 
 
 def adapter_state(module: nn.Module, optimizer: Optimizer) -> tuple[Tensors, State]:
@@ -238,6 +235,10 @@ def _flatten(state: Entries) -> tuple[Tensors, State]:
 
 def _untied(weights: Tensors, tied: dict[str, str]) -> Tensors:
     return {name: tensor for name, tensor in weights.items() if name not in tied}
+
+
+def _with_aliases(weights: Tensors, tied: dict[str, str]) -> Tensors:
+    return weights | {second: weights[first] for second, first in tied.items() if first in weights}
 
 
 def _without_warnings(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
