@@ -122,6 +122,11 @@ class TokenDataset:
     def __getitem__(self, index: int) -> Any:
         raise NotImplementedError
 
+    def require_row(self, index: int) -> None:
+        """Raise IndexError unless the dataset has the row."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+
 
 def member(dataset: TokenDataset | None, name: str) -> Any:
     """Return an attribute of a dataset, or its default."""

@@ -177,8 +177,7 @@ class PackedDataset(TokenDataset):
         return tokens[:-1], np.where(self._store.loss_mask(begin + 1, end), tokens[1:], IGNORE_INDEX)
 
     def _row(self, index: int) -> list[int]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
+        self.require_row(index)
         return self._members[self._starts[index] : self._starts[index + 1]].tolist()
 
 

@@ -80,8 +80,7 @@ class RowSpans(TokenDataset):
         return self._ends[-1]
 
     def __getitem__(self, index: int) -> Row:
-        if not 0 <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
+        self.require_row(index)
         part = bisect.bisect_right(self._ends, index)
         segment, _, stop = self.spans[part]
         return self.segments.read(segment, stop - (self._ends[part] - index))

@@ -54,6 +54,5 @@ class SyntheticRows(TokenDataset):
     def __getitem__(self, index: int) -> Row:
         import numpy as np
 
-        if not 0 <= index < self.num_rows:
-            raise IndexError(f"row {index} of {self.num_rows}")
+        self.require_row(index)
         return next_token_row(np.random.default_rng([self.seed, index]).integers(0, self.vocab_size, self.block_size))

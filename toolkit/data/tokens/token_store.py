@@ -188,8 +188,7 @@ class BlockDataset(TokenDataset):
         return max(0, self.n_tokens - self.block_size + self.stride) // self.stride
 
     def __getitem__(self, index: int) -> Row:
-        if not 0 <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
+        self.require_row(index)
         start = self.find_row(index)
         return next_token_row(self.store.tokens(start, start + self.block_size))
 
