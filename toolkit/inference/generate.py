@@ -32,7 +32,7 @@ def generate(model: GPT, prompt_ids: Tensor, *, seed: int | None = None, **optio
     return (cast(int, token) for (token,) in rows)  # the only row ends with the batch
 
 
-def complete(model: GPT, prompts: Sequence[Tensor], **options: Any) -> list[list[int]]:
+def complete(model: Any, prompts: Sequence[Tensor], **options: Any) -> list[list[int]]:
     """Return all tokens that follow each prompt, see :func:`generate_batch`."""
     columns = list(zip(*generate_batch(model, prompts, **options), strict=True)) or [()] * len(prompts)  # all are empty
     return [[token for token in column if token is not None] for column in columns]

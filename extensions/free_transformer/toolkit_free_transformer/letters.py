@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from string import ascii_uppercase
 from typing import TYPE_CHECKING, Any
 
-from toolkit.data.base import DataModule, PreparedData, require
+from toolkit.data.base import DataModule, PreparedData, TokenDataset, require
 
 if TYPE_CHECKING:
     import numpy as np
@@ -84,7 +84,7 @@ def entropy_per_token(length: int, run: int, noise: float) -> float:
 
 
 @dataclass(frozen=True)
-class LetterRows:
+class LetterRows(TokenDataset):
     """The rows of :class:`Letters`.
 
     Args:
