@@ -570,6 +570,10 @@ def test_own_classes_have_short_names():
 
     assert class_path(TextFiles, DataModule) == "TextFiles"
     assert class_path(Text, DataModule).startswith(f"{__name__}.")
+    moved = parse("--objective", "toolkit.objectives.preference.DPO")["objective"]  # the path of older versions
+    assert class_path(type(moved), Objective) == "DPO"
+    with pytest.raises(UserError, match=r"typo.DPO: no such class"):
+        parse("--objective", "typo.DPO")
     assert "DataModule" not in classes_of(DataModule) and "PreparedData" not in classes_of(DataModule)
 
 

@@ -176,7 +176,9 @@ class CommandOptions:
             cls = import_object(value.text) if module else find_class(base, name)
         except (ImportError, AttributeError, ValueError):
             cls = None
-        if cls is None and name in registered(kind := kind_of(base)):
+        entry = registered(kind := kind_of(base)).get(name)
+        roots = ("", "toolkit", entry.path.partition(".")[0]) if entry else ()
+        if cls is None and module.partition(".")[0] in roots:  # toolkit: where an older version had it
             cls = load_registered(kind, name)  # says why it does not import
         if cls is None:
             choices = self.choices(key)
