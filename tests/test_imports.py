@@ -332,7 +332,7 @@ UNBOUNDED = {  # reads without a limit, with the reason
         "training/memory_stats.py Path('/proc/self/statm')",
     },
     "installed": {
-        "data/chat/template.py _STYLES / f'{style}.jinja'", "source_hash.py file",
+        "data/chat/sources.py _STYLES / f'{style}.jinja'", "source_hash.py file",
         "toolkit_doctor/environment.py file", "data/text/python_stdlib.py path",
         "toolkit_report/page.py files('toolkit_report') / name",
     },

@@ -11,7 +11,8 @@ from tokenizers import processors
 
 from toolkit.data.chat import sandbox_process
 from toolkit.data.chat.renderer import TRAINING_DATE
-from toolkit.data.chat.template import ChatTemplate, encode_text, prompt_styles
+from toolkit.data.chat.sources import prompt_styles
+from toolkit.data.chat.template import ChatTemplate, encode_text
 from toolkit.data.tokenizer import Tokenizer, train_bpe
 from toolkit.errors import UserError
 

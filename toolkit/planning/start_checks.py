@@ -11,7 +11,7 @@ from toolkit.checkpoints.run.resume import resolve_resume
 from toolkit.config import AUTO, ProfilerArgs
 from toolkit.config.classes import has_short_name
 from toolkit.data.base import DataModule, LabelSet
-from toolkit.data.chat.template import require_style
+from toolkit.data.chat.sources import require_style
 from toolkit.distributed.launchers import is_launched
 from toolkit.distributed.mesh import data_devices
 from toolkit.distributed.world import detect_world

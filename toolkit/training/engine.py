@@ -29,7 +29,6 @@ from toolkit.planning.run_args import RunArgs
 from toolkit.training.build import build_checkpointer, build_models, build_reader
 from toolkit.training.callbacks.loading import load_callbacks
 from toolkit.training.callbacks.registered import make_callbacks, with_checkpointer
-from toolkit.training.callbacks.samples import make_sampler
 from toolkit.training.callbacks.spikes import SkipSpikes
 from toolkit.training.callbacks.standard import build_callbacks, finish_run
 from toolkit.training.callbacks.upload import uploads
@@ -100,7 +99,11 @@ def open_run(
     if is_alone(config) and world.global_rank > 0:
         return None  # a launcher started it, and the first process prints
     launch = launch_run(config, world, stack, is_short)
-    sampler = make_sampler(launch.data, launch.state.model.config, launch.args.eval.max_new_tokens)
+    sampler = None
+    if launch.args.eval.max_new_tokens:
+        from toolkit.training.callbacks.samples import make_sampler  # with all of generation
+
+        sampler = make_sampler(launch.data, launch.state.model.config, launch.args.eval.max_new_tokens)
     if launch.is_finished:
         finish_run(launch, stack)
         return None

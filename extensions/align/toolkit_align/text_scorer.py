@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from toolkit.data.batch import batch_texts
-from toolkit.data.chat.template import Encoding, tokenizer_template
+from toolkit.data.chat.sources import tokenizer_template
+from toolkit.data.chat.template import Encoding
 from toolkit.data.sft.messages import EmptyAnswerError
 from toolkit.data.sft.schemas import Record
 from toolkit.data.sft.tokenize import Counts, cut_end, cut_prompts, mark_scored, tokenize_record

@@ -20,7 +20,7 @@ from toolkit.config.command import as_mapping, parse_object
 from toolkit.data import DataModule, Mixture, PythonStdlib
 from toolkit.data.base import choose_seq_length, is_ragged, row_count
 from toolkit.data.batch import Batch, choose_padding
-from toolkit.data.chat.template import tokenizer_template
+from toolkit.data.chat.sources import tokenizer_template
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed.device import choose_attention_kernels
 from toolkit.distributed.fabric import single_device_fabric

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from toolkit.checkpoints.store import FINAL
 from toolkit.data.base import DataModule
-from toolkit.data.chat.template import tokenizer_template
+from toolkit.data.chat.sources import tokenizer_template
 from toolkit.distributed.device import precision_hint
 from toolkit.errors import StoppedByFileError, one_line
 from toolkit.escape import shell_word

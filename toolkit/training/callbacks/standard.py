@@ -28,7 +28,6 @@ from toolkit.training.callbacks.metrics import (
 from toolkit.training.callbacks.mixture import MixtureShares
 from toolkit.training.callbacks.registered import make_callbacks
 from toolkit.training.callbacks.replicas import ReplicaCheck
-from toolkit.training.callbacks.samples import Sampler
 from toolkit.training.callbacks.spikes import SkipSpikes
 from toolkit.training.callbacks.upload import Upload
 from toolkit.training.hyperparameters import resolved_hyperparameters
@@ -41,6 +40,7 @@ from toolkit.ui.progress import metric_names
 if TYPE_CHECKING:
     from toolkit.checkpoints.remote.remote_run import RemoteRun
     from toolkit.checkpoints.remote.uploader import Uploader
+    from toolkit.training.callbacks.samples import Sampler
 
 
 def build_callbacks(
@@ -48,7 +48,7 @@ def build_callbacks(
     model: FabricModule,
     order: SampleOrder,
     user_callbacks: Sequence[Callback],
-    sampler: Sampler | None,
+    sampler: "Sampler | None",
     stack: ExitStack,
     leaders: list[int],
     added: Mapping[str, list[Callback]],

@@ -3,7 +3,8 @@
 import json
 from typing import Any
 
-from toolkit.data.chat.template import eos_tokens, tokenizer_template
+from toolkit.data.chat.sources import tokenizer_template
+from toolkit.data.chat.template import eos_tokens
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
