@@ -3,11 +3,12 @@
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from toolkit import private_torch
 from toolkit.config import AUTO, Accelerator, Auto, Precision
@@ -155,3 +156,8 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     slices = re.search(r"\bMIG (\d)[cg]\.", name)
     gpu = gpu_of_driver(name)
     return gpu and gpu.peak * (int(slices[1]) / 7 if slices else 1.0)
+
+
+def can_fuse(parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether torch's fused optimizers support the devices of these parameters."""
+    return all(p.device.type in ("cuda", "cpu", "mps") for p in parameters)

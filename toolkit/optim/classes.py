@@ -2,24 +2,25 @@
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from toolkit.config import AUTO, OPTIMIZER_SHORTHANDS, CommandDefaults, OptimizerArgs
+from toolkit.distributed.device import can_fuse
 from toolkit.distributed.shards import is_sharded
 from toolkit.errors import UserError, did_you_mean, option_text
 from toolkit.extension import load_registered, registered
-from toolkit.optim import HYBRID_OPTIMIZERS, hybrid
-from toolkit.optim.adafactor import ShardedAdafactor
+from toolkit.optim import HYBRID_OPTIMIZERS
 from toolkit.optim.bf16 import BF16Optimizer
 from toolkit.optim.evaluation_weights import begin_training
 from toolkit.optim.groups import parameter_groups
-from toolkit.optim.hybrid import HybridOptimizer, Muon, can_fuse
 
-HYBRID: dict[str, type[HybridOptimizer]] = {name: getattr(hybrid, name) for name in HYBRID_OPTIMIZERS}
+if TYPE_CHECKING:
+    from toolkit.optim.hybrid import HybridOptimizer
+
 UNSUPPORTED = {
     "Optimizer": "is the base class",
     "LBFGS": "evaluates the loss several times per step",
@@ -27,15 +28,26 @@ UNSUPPORTED = {
 }
 
 
+def hybrid_class(name: str) -> "type[HybridOptimizer] | None":
+    """Import one of :mod:`toolkit.optim.hybrid`'s optimizers by case-insensitive name; None for other names."""
+    match = next((known for known in HYBRID_OPTIMIZERS if known.lower() == name.lower()), None)
+    if match is None:
+        return None
+    from toolkit.optim import hybrid  # most runs use torch's
+
+    return getattr(hybrid, match)
+
+
 def optimizer_class(name: str) -> type[Optimizer]:
-    """Return an optimizer class by case-insensitive name, from ``torch.optim``, :data:`HYBRID` or an extension."""
-    base = Optimizer
-    classes = {n: c for n, c in vars(torch.optim).items() if inspect.isclass(c) and issubclass(c, base)} | HYBRID
+    """Return an optimizer class by case-insensitive name, from ``torch.optim``, toolkit or an extension."""
+    if (hybrid := hybrid_class(name)) is not None:
+        return hybrid
+    classes = {n: c for n, c in vars(torch.optim).items() if inspect.isclass(c) and issubclass(c, Optimizer)}
     match = next((n for n in classes if n.lower() == name.lower()), None)
-    if match is None and name in (added := registered("optimizers", classes)):
+    if match is None and name in (added := registered("optimizers", {*classes, *HYBRID_OPTIMIZERS})):
         return load_registered("optimizers", name)
     if match is None:
-        usable = sorted({*added, *classes} - UNSUPPORTED.keys())
+        usable = sorted({*added, *classes, *HYBRID_OPTIMIZERS} - UNSUPPORTED.keys())
         raise UserError(f"--optimizer.name {name}: no such optimizer{did_you_mean(name, usable)} ({', '.join(usable)})")
     if match in UNSUPPORTED:
         raise UserError(f"--optimizer.name {name}: {UNSUPPORTED[match]}; use AdamW, for example")
@@ -67,7 +79,7 @@ def resolve_optimizer(
     # the command's betas are Adam's; an extension's optimizer has other defaults
     names = ("weight_decay",) if args.name in registered("optimizers") else ("weight_decay", "betas")
     resolved = {k: getattr(defaults, k) for k in names if k in takes} | requested
-    if cls is Muon and not resolved.setdefault("split_qkv", True):
+    if user_class is None and cls.__name__ == "Muon" and not resolved.setdefault("split_qkv", True):
         del resolved["split_qkv"]  # for compatibility with older checkpoints, which lack it
     if args.state_dtype != AUTO:
         resolved["state_dtype"] = args.state_dtype
@@ -92,15 +104,17 @@ def build_optimizer(
     name, state_dtype = arguments.pop("name"), arguments.pop("state_dtype", "auto")
     cls: type = user_class or optimizer_class(name)  # its arguments differ from the base class's
     takes = inspect.signature(cls).parameters
-    hybrid_class = cls if issubclass(cls, HybridOptimizer) else None
+    hybrid = cls if hasattr(cls, "is_main") else None
     split_qkv, ratio = arguments.get("split_qkv", False), arguments.pop("loraplus_lr_ratio", 1.0)
     decay = arguments.pop("weight_decay", 0.0)
-    groups = parameter_groups(model, decay, no_decay, hybrid_class, in_blocks, split_qkv=split_qkv, b_lr_ratio=ratio)
+    groups = parameter_groups(model, decay, no_decay, hybrid, in_blocks, split_qkv=split_qkv, b_lr_ratio=ratio)
     if "weight_decay" not in takes and ratio == 1:
         groups = [{"params": [p for group in groups for p in group["params"]]}]
     if "fused" in takes and precision != "16-mixed" and not {"fused", "foreach"} & arguments.keys():
         arguments["fused"] = can_fuse(model.parameters())
     if cls is torch.optim.Adafactor and any(map(is_sharded, model.parameters())):
+        from toolkit.optim.adafactor import ShardedAdafactor  # of use only here
+
         cls = ShardedAdafactor
     optimizer = construct(cls, groups, lr=learning_rate, **arguments)
     has_masters, has_bf16_moments = precision == "bf16-master", state_dtype == "bf16"

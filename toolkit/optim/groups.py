@@ -1,7 +1,7 @@
 """Build parameter groups: with or without weight decay (N5), and by main or other optimizer in a hybrid optimizer."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -11,7 +11,9 @@ from toolkit.distributed.shards import shard_of
 from toolkit.models.attention import CausalSelfAttention
 from toolkit.models.latent_attention import LatentAttention
 from toolkit.models.lora import is_adapter
-from toolkit.optim.hybrid import HybridOptimizer
+
+if TYPE_CHECKING:
+    from toolkit.optim.hybrid import HybridOptimizer
 
 GROUP_KEY = "key"
 """What :func:`parameter_groups` splits by, in each group: weight decay, ``main``, ``rows`` and ``lr_ratio``."""
@@ -51,7 +53,7 @@ def parameter_groups(
     model: nn.Module,
     weight_decay: float,
     no_decay: frozenset[str],
-    hybrid_class: type[HybridOptimizer] | None = None,
+    hybrid_class: "type[HybridOptimizer] | None" = None,
     in_blocks: Mapping[str, tuple[int, ...]] | None = None,
     *,
     split_qkv: bool = False,

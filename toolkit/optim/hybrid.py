@@ -1,12 +1,13 @@
 """Hybrid optimizers: a main optimizer for some parameters, AdamW for the others."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from toolkit.distributed.device import can_fuse
 from toolkit.distributed.shards import sharding_of
 from toolkit.errors import UserError, require_bitsandbytes
 from toolkit.optim.muon import StackedMuon
@@ -144,8 +145,3 @@ def _require_equal_blocks(parameter: nn.Parameter) -> None:
             f"{sharding.size} devices; its rows must be a multiple of {QUANTIZED_BLOCK} elements, and each shard must "
             f"have at least {MIN_8BIT_SIZE}; use --strategy ddp or --optimizer.name AdamW"
         )
-
-
-def can_fuse(parameters: Iterable[nn.Parameter]) -> bool:
-    """Whether torch's fused optimizers support the devices of these parameters."""
-    return all(p.device.type in ("cuda", "cpu", "mps") for p in parameters)

@@ -11,7 +11,6 @@ from toolkit.extension import registered, split_names
 from toolkit.models.families import extension_of
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.objectives import NextToken, Objective
-from toolkit.optim.hybrid import Muon
 from toolkit.planning.resolve import ResolvedConfig
 from toolkit.planning.run_args import Changes, RunArgs, with_options
 
@@ -21,7 +20,7 @@ def resolved_hyperparameters(config: ResolvedConfig) -> dict[str, Any]:
     options = config.args.optimizer.options
     names = [n for n in OPTIMIZER_SHORTHANDS if n in config.optimizer and n not in options]
     changes: Changes = {f"optimizer.{name}": config.optimizer[name] for name in names}
-    if config.optimizer["name"] == Muon.__name__:
+    if config.optimizer["name"] == "Muon":
         changes["optimizer.options"] = options | {"split_qkv": config.optimizer.get("split_qkv", False)}
     # On a CPU auto resolves to none; save auto so that a rerun on CUDA compiles
     if "compiler" in config.reasons and config.device != "cuda":

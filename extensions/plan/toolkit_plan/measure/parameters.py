@@ -9,7 +9,7 @@ from toolkit.models.block import Block
 from toolkit.models.gpt import GPT
 from toolkit.models.lora import is_adapter
 from toolkit.models.quantize import quantized_layers
-from toolkit.optim.classes import HYBRID
+from toolkit.optim.classes import hybrid_class
 from toolkit.optim.groups import block_params, no_decay_params
 from toolkit_plan.measure.inputs import FP32, MemoryInputs
 
@@ -64,7 +64,7 @@ def stored_parameters(inputs: MemoryInputs, model: GPT) -> list[StoredParameter]
     """Return the parameters of a model, which may be on the meta device, as a device stores them."""
     strategy, quantized, stored = inputs.strategy, quantized_weights(inputs, model), []
     no_decay, rows = no_decay_params(model), block_params(model, (Block,))
-    hybrid_class = None if inputs.optimizer_class else HYBRID.get(inputs.optimizer["name"])
+    hybrid = None if inputs.optimizer_class else hybrid_class(inputs.optimizer["name"])
     for name, parameter in model.named_parameters():
         kind, itemsize = WEIGHTS, float(inputs.weight_bytes)
         if name in quantized:
@@ -72,8 +72,8 @@ def stored_parameters(inputs: MemoryInputs, model: GPT) -> list[StoredParameter]
         elif is_adapter(name):
             kind, itemsize = ADAPTERS, FP32
         decays, is_main = name not in no_decay, False
-        if hybrid_class is not None and parameter.requires_grad:
-            is_main = hybrid_class.is_main(parameter, name in rows, decays)
+        if hybrid is not None and parameter.requires_grad:
+            is_main = hybrid.is_main(parameter, name in rows, decays)
         parts = (inputs.optimizer.get("split_qkv") and rows.get(name)) or (parameter.shape[0],)
         is_replicated = parameter.ndim < 2 and block_dtypes(inputs.fsdp, inputs.precision) is not None
         is_sharded = strategy.kind == "fsdp" and not is_replicated
