@@ -12,7 +12,8 @@ from toolkit.models.families import family_of
 from toolkit.models.gpt import GPT
 from toolkit.models.init import STD, draw
 from toolkit.models.labels import IGNORE_INDEX
-from toolkit.models.moe import LLaMAMoE, load_balancing_loss, mask_until_last_label
+from toolkit.models.loss import mask_until_last_label
+from toolkit.models.moe import LLaMAMoE, load_balancing_loss
 from toolkit.optim.groups import no_decay_params
 
 transformers = pytest.importorskip("transformers")

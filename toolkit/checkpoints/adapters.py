@@ -17,9 +17,7 @@ from toolkit.checkpoints.store import ADAPTERS, WEIGHTS
 from toolkit.checkpoints.weights import Tensors, load_state, only_tensors, require_compatible, save_weights
 from toolkit.errors import UserError, one_line, require_option
 from toolkit.io.safe_parse import read_yaml, write_yaml
-from toolkit.models.lora import is_adapter
-from toolkit.models.lora_config import LoRAConfig
-from toolkit.models.quantize import Quantize
+from toolkit.models.lora_config import LoRAConfig, Quantize, is_adapter
 
 ADAPTER_CONFIG = "adapter.yaml"
 

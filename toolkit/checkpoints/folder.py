@@ -21,17 +21,16 @@ from toolkit.checkpoints.find import find_checkpoint_dir as find_checkpoint_dir
 from toolkit.checkpoints.importers import convert_weights, import_config
 from toolkit.checkpoints.manifest import EDITABLE, TRAINER_STATE, require_intact
 from toolkit.checkpoints.store import WEIGHTS
-from toolkit.checkpoints.weights import Tensors, load_weights, require_compatible, save_weights
+from toolkit.checkpoints.weights import Tensors, load_weights, require_compatible, resolve_weight_dtype, save_weights
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError, one_line
 from toolkit.extension import missing_message, registered
 from toolkit.io.safe_parse import read_yaml, write_yaml
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import families
-from toolkit.models.gpt import GPT
+from toolkit.models.gpt import GPT, model_on_meta
 from toolkit.models.head import pad_head
-from toolkit.models.lora import SCORE, adapted_on_meta, is_adapter
-from toolkit.models.moe import resolve_weight_dtype
+from toolkit.models.lora_config import SCORE, LoRAConfig, is_adapter
 
 _HEAD = "lm_head.weight"
 
@@ -123,7 +122,7 @@ def load_model(
     if ignores_merged or has_adapters_only(folder):
         info = read_adapter(folder, base_checkpoint_dir)
         source, lora = info.base, info.lora
-    model = adapted_on_meta(read_adapted_config(folder, source), lora)
+    model = meta_model(read_adapted_config(folder, source), lora)
     weights = load_compatible_weights(source, model)
     adapters = {} if lora is None else load_adapters(folder, model)
     if tied := model.config.tie_embeddings:
@@ -135,6 +134,15 @@ def load_model(
     model.tie_weights()
     pad_head(model)
     return model
+
+
+def meta_model(config: ModelConfig, lora: LoRAConfig | None) -> GPT:
+    """Return a GPT on the meta device. If ``lora`` is set, add adapters and freeze the base parameters."""
+    if lora is None:
+        return model_on_meta(config)
+    from toolkit.models.lora import adapted_on_meta
+
+    return adapted_on_meta(config, lora)
 
 
 def load_compatible_weights(folder: Path, model: GPT, has_new_head: bool = False) -> Tensors:

@@ -21,13 +21,13 @@ from toolkit.checkpoints.folder import (
 from toolkit.checkpoints.manifest import read_manifest
 from toolkit.checkpoints.scratch import mmap_copy
 from toolkit.checkpoints.store import WEIGHTS, require_new_folder, write_file, write_model_folder
+from toolkit.checkpoints.weights import resolve_weight_dtype
 from toolkit.data.tokenizer import FILE_PATTERNS
 from toolkit.errors import UserError
 from toolkit.io.paths import require_inside
 from toolkit.models.config import ModelConfig
 from toolkit.models.lora import SCORE, TRAINED_SCORE, adapted_on_meta
 from toolkit.models.lora_layers import AdaptedLayer
-from toolkit.models.moe import resolve_weight_dtype
 
 
 class MergedWeights(Mapping[str, Tensor]):

@@ -107,3 +107,11 @@ def _detach(weights: Tensors) -> Tensors:
             tensor = copies.setdefault(key, tensor.clone(memory_format=torch.contiguous_format))
         weights[name] = tensor
     return weights
+
+
+def resolve_weight_dtype(name: str, dtype: torch.dtype | None) -> torch.dtype | None:
+    """Return the dtype of weight ``name`` in a model of ``dtype``; None keeps the current dtype.
+
+    A router's correction bias is always fp32: 16 bits cannot resolve the differences between its scores.
+    """
+    return torch.float32 if name.endswith(".mlp.correction") else dtype

@@ -16,19 +16,11 @@ from torch import nn
 from toolkit.config import AUTO, Dtype, FSDPArgs, Precision
 from toolkit.distributed.device import DTYPES
 from toolkit.errors import UserError, did_you_mean
-from toolkit.models.attention import CausalSelfAttention
-from toolkit.models.block import Block
 from toolkit.models.gpt import GPT
 from toolkit.models.head import Head
-from toolkit.models.latent_attention import LatentAttention
-from toolkit.models.mlp import GptNeoxMLP, LLaMAMLP
-from toolkit.models.moe import Experts, LLaMAMoE
 
 MIN_NUM_PARAMS = 100_000_000
 """Value of ``FSDPArgs.min_num_params`` for auto, as in torch."""
-
-GPT_UNITS = (Block, CausalSelfAttention, LatentAttention, LLaMAMLP, GptNeoxMLP, LLaMAMoE, Experts)
-"""Modules of GPT that may be units by size or class. Excludes head and embedding, which are all-gathered in fp32."""
 
 AUTOCAST_DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 """Dtypes of autocast by precision."""
@@ -94,7 +86,7 @@ def _candidates(module: nn.Module) -> dict[str, nn.Module]:
         if type(part).forward is not nn.Module.forward and name not in ("", LOSS_WRAPPER_PREFIX)
     }
     if isinstance(module, GPT):
-        return {name: part for name, part in parts.items() if isinstance(part, GPT_UNITS)}
+        return {name: part for name, part in parts.items() if getattr(part, "may_be_unit", False)}
     uses = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
 
     def has_own_weights(part: nn.Module) -> bool:

@@ -17,6 +17,8 @@ from toolkit.models.rope import RotaryEmbedding
 class CausalSelfAttention(nn.Module):
     """Compute proj(attention(q, k, v)). The rows of ``qkv`` are all queries, then all keys, then all values."""
 
+    may_be_unit = True  # of FSDP, by size or class
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.n_head, self.n_groups, self.head_size = config.n_head, config.n_query_groups, config.head_size

@@ -9,16 +9,16 @@ from toolkit.models.attention import CausalSelfAttention
 from toolkit.models.config import ModelConfig
 from toolkit.models.keyed_random import DropoutBits
 from toolkit.models.kv_cache import KVCache, LayerCache
-from toolkit.models.latent_attention import LatentAttention
 from toolkit.models.masks import AttentionMask, MaskBuilder
 from toolkit.models.mlp import make_mlp
-from toolkit.models.moe import LLaMAMoE
 from toolkit.models.norm import make_norm
 from toolkit.models.rope import RotaryEmbedding
 
 
 class Block(nn.Module):
     """A transformer block: the unit of FSDP wrapping, activation checkpointing and compilation."""
+
+    may_be_unit = True  # of FSDP, by size or class
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -27,10 +27,10 @@ class Block(nn.Module):
             return make_norm(config) if is_used else nn.Identity()
 
         self.norm_1 = norm(config.norm_1)
-        self.attn = (CausalSelfAttention if config.latent_attention is None else LatentAttention)(config)
+        self.attn = make_attention(config)
         self.post_attention_norm = norm(config.post_attention_norm)
         self.norm_2 = None if config.shared_attention_norm else norm(config.norm_2)
-        self.mlp = LLaMAMoE(config) if config.has_experts(layer) else make_mlp(config)
+        self.mlp = make_experts(config) if config.has_experts(layer) else make_mlp(config)
         self.post_mlp_norm = norm(config.post_mlp_norm)
         self.parallel_residual, self.residual_multiplier = config.parallel_residual, config.residual_multiplier
         self.window, self.rope_index = config.window(layer), config.rope_index(layer)
@@ -76,6 +76,20 @@ class Block(nn.Module):
 
     def _scale_residual(self, x: Tensor) -> Tensor:
         return x if self.residual_multiplier == 1.0 else x * self.residual_multiplier
+
+
+def make_attention(config: ModelConfig) -> nn.Module:
+    if config.latent_attention is None:
+        return CausalSelfAttention(config)
+    from toolkit.models.latent_attention import LatentAttention  # few models have it
+
+    return LatentAttention(config)
+
+
+def make_experts(config: ModelConfig) -> nn.Module:
+    from toolkit.models.moe import LLaMAMoE  # with custom operators, and few models have experts
+
+    return LLaMAMoE(config)
 
 
 class BlockInputs(NamedTuple):

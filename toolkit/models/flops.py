@@ -7,8 +7,7 @@ from torch import nn
 
 from toolkit.models.config import ModelConfig
 from toolkit.models.head import Score
-from toolkit.models.lora import TRAINED_SCORE, is_adapter
-from toolkit.models.moe import StackedLinear
+from toolkit.models.lora_config import TRAINED_SCORE, is_adapter
 
 
 @dataclass(frozen=True)
@@ -45,9 +44,9 @@ def _matmul_sizes(model: nn.Module) -> Iterator[tuple[int, bool]]:
     for module in model.modules():
         if isinstance(module, nn.Linear) and not isinstance(module, Score):  # read once per text
             yield module.weight.numel(), module.weight.requires_grad
-        elif isinstance(module, StackedLinear):
+        elif active := getattr(module, "active_experts", None):
             stacks = (p for p in module.parameters() if p.ndim == 3)  # weights and adapters
-            yield from ((p.numel() * module.active // p.size(0), p.requires_grad) for p in stacks)
+            yield from ((p.numel() * active // p.size(0), p.requires_grad) for p in stacks)
     yield from (
         (p.numel(), p.requires_grad)
         for name, p in model.named_parameters()

@@ -22,9 +22,8 @@ from toolkit.models.init import InitializedModel
 from toolkit.models.keyed_random import DropoutBits, derive
 from toolkit.models.kv_cache import KVCache
 from toolkit.models.labels import IGNORE_INDEX
-from toolkit.models.loss import RowLoss
+from toolkit.models.loss import RowLoss, mask_until_last_label
 from toolkit.models.masks import AttentionMaskBuilder, ContextMaskBuilder, FixedShapeMaskBuilder, MaskBuilder
-from toolkit.models.moe import mask_until_last_label
 from toolkit.models.neftune import SampleNoise
 from toolkit.models.norm import make_norm
 from toolkit.models.rope import RotaryEmbedding, attention_factor, document_lengths, inverse_frequencies, query_scale

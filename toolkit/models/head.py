@@ -7,16 +7,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from toolkit.models.aligned import AlignedLinear, aligned_rows
-from toolkit.models.lora_layers import LoRALinear
 from toolkit.models.loss import head_loss
 
 
 class Head(AlignedLinear):
     """A linear layer with a second forward method, :meth:`loss`. FSDP gathers its weights for both."""
 
+    adapters_off = True
+    low_rank: Any  # with adapters, see toolkit.models.lora_layers
+
     def loss(self, x: Tensor, labels: Tensor, **options: Any) -> Tensor:
         """Return the loss or the label log-probabilities. ``options``: of :func:`toolkit.models.loss.head_loss`."""
-        low_rank = self.low_rank(x, x.dtype) if isinstance(self, LoRALinear) and not self.adapters_off else None
+        low_rank = None if self.adapters_off else self.low_rank(x, x.dtype)
         return head_loss(x, self.weight, self.bias, labels, low_rank, **options)
 
 

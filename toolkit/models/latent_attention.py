@@ -30,6 +30,8 @@ NORM_EPS = 1e-6  # for both norms of this file, whatever norm_eps is, as in Deep
 class LatentAttention(nn.Module):
     """Compute proj(attention(q, k, v)) with keys and values from kv_b(kv_a_norm(kv_a(x)))."""
 
+    may_be_unit = True  # of FSDP, by size or class
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         sizes = config.latent_attention

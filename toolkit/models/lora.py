@@ -13,12 +13,11 @@ from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT, model_on_meta
 from toolkit.models.head import TrainedScore
 from toolkit.models.init import ParameterValue, draw, parameter_generator
-from toolkit.models.lora_config import LoRAConfig
+from toolkit.models.lora_config import SCORE, TRAINED_SCORE, LoRAConfig
+from toolkit.models.lora_config import is_adapter as is_adapter
 from toolkit.models.lora_layers import AdaptedLayer, Adapter, adapted, replace_linear
 from toolkit.models.moe import LLaMAMoE
 
-SCORE, TRAINED_SCORE = "score.weight", "score.lora.weight"
-"""Names of the score layer's weight: in a model, and in a model with adapters."""
 _ALL_ROWS = "whole"  # adapter name of unfused layers in files
 
 
@@ -57,11 +56,6 @@ def add_lora(model: GPT, config: LoRAConfig) -> None:
         bits = part.dropout_bits if isinstance(part, Block) else model.dropout_bits
         for number, layer in enumerate(layer for layer in part.modules() if isinstance(layer, AdaptedLayer)):
             layer.dropout_bits, layer.number = bits, number
-
-
-def is_adapter(name: str) -> bool:
-    """Whether this parameter name belongs to an adapter, or to a score layer that is trained with adapters."""
-    return ".lora." in name
 
 
 def has_adapters(model: nn.Module) -> bool:

@@ -12,6 +12,8 @@ from toolkit.errors import UserError, require_option
 Quantize = Literal["bnb.nf4", "bnb.nf4-dq"]
 # The parts of the model that can have adapters, each a field of LoRAConfig.
 PARTS = ("query", "key", "value", "projection", "mlp", "head", "experts", "router")
+SCORE, TRAINED_SCORE = "score.weight", "score.lora.weight"
+"""Names of the score layer's weight: in a model, and in a model with adapters."""
 
 
 @dataclass(frozen=True)
@@ -132,3 +134,8 @@ class LoRAOptions:
     loraplus_lr_ratio: float = 1.0
     from_peft: str | None = None
     quantize: Quantize | None = None
+
+
+def is_adapter(name: str) -> bool:
+    """Whether this parameter name belongs to an adapter, or to a score layer that is trained with adapters."""
+    return ".lora." in name

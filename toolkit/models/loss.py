@@ -310,3 +310,12 @@ def _logits(products: list[_Product], rows: slice | Tensor, out: Tensor) -> Tens
     for i, product in enumerate(products):
         (addmm_fp32_ if i else mm_out_fp32)(out, product.rows[rows], product.matrix.t())
     return out
+
+
+def mask_until_last_label(labels: Tensor) -> Tensor:
+    """Return a mask, (B, T) bool, of the tokens up to each row's last supervised one.
+
+    Later tokens, such as padding, cannot affect the loss, because attention is causal.
+    """
+    supervised = (labels != IGNORE_INDEX).int()
+    return supervised.flip(1).cumsum(1).flip(1) > 0

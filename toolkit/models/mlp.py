@@ -10,6 +10,8 @@ from toolkit.models.config import ModelConfig
 class LLaMAMLP(nn.Module):
     """SwiGLU (Shazeer 2020): proj(silu(fc_1(x)) * fc_2(x))."""
 
+    may_be_unit = True  # of FSDP, by size or class
+
     def __init__(self, config: ModelConfig, intermediate_size: int | None = None) -> None:
         super().__init__()
         width = intermediate_size or config.intermediate_size
@@ -34,6 +36,8 @@ class GemmaMLP(LLaMAMLP):
 
 class GptNeoxMLP(nn.Module):
     """proj(gelu(fc(x))), with the exact gelu or its tanh approximation."""
+
+    may_be_unit = True  # of FSDP, by size or class
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

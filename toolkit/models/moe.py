@@ -24,7 +24,6 @@ from torch.nn import functional as F
 
 from toolkit.models.aligned import AlignedLinear, aligned_size
 from toolkit.models.config import ModelConfig
-from toolkit.models.labels import IGNORE_INDEX
 from toolkit.models.lora_layers import AdaptedLayer, LoRALinear
 from toolkit.models.mixed_mm import matmul_dtype
 from toolkit.models.mlp import LLaMAMLP
@@ -107,7 +106,7 @@ class StackedLinear(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.weight = nn.Parameter(torch.empty(n_expert, out_features, in_features))
         self.bias = nn.Parameter(torch.zeros(n_expert, out_features)) if bias else None
-        self.active = active
+        self.active_experts = active
         nn.init.normal_(self.weight, std=in_features**-0.5)
 
     def forward(self, x: Tensor, ends: Tensor, tokens: Tensor | None = None) -> Tensor:
@@ -133,6 +132,8 @@ _SWIGLU_ALPHA = 1.702  # x * sigmoid(alpha x) approximates gelu(x)
 
 class Experts(nn.Module):
     """All experts of a layer: SwiGLU MLPs, proj(silu(fc_1(x)) * fc_2(x)), or gpt-oss's clamped SwiGLU."""
+
+    may_be_unit = True  # of FSDP, by size or class
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -162,16 +163,10 @@ class Experts(nn.Module):
         return gate * torch.sigmoid(_SWIGLU_ALPHA * gate) * (up + 1)
 
 
-def resolve_weight_dtype(name: str, dtype: torch.dtype | None) -> torch.dtype | None:
-    """Return the dtype of weight ``name`` in a model of ``dtype``; None keeps the current dtype.
-
-    A router's correction bias is always fp32: 16 bits cannot resolve the differences between its scores.
-    """
-    return torch.float32 if name.endswith(".mlp.correction") else dtype
-
-
 class LLaMAMoE(nn.Module):
     """Mixture of experts: the sum of the top-k experts' outputs, weighted by the router."""
+
+    may_be_unit = True  # of FSDP, by size or class
 
     correction: Tensor | None  # a buffer
 
@@ -278,15 +273,6 @@ def load_balancing_loss(probabilities: Tensor, topk_indices: Tensor, token_mask:
     share = (used * token_mask.unsqueeze(-1)).sum(1) / n
     mean = (probabilities * token_mask.unsqueeze(-1)).sum(1) / n
     return probabilities.size(-1) * (share * mean).sum(-1)
-
-
-def mask_until_last_label(labels: Tensor) -> Tensor:
-    """Return a mask, (B, T) bool, of the tokens up to each row's last supervised one.
-
-    Later tokens, such as padding, cannot affect the loss, because attention is causal.
-    """
-    supervised = (labels != IGNORE_INDEX).int()
-    return supervised.flip(1).cumsum(1).flip(1) > 0
 
 
 class _CopyAndPermute(torch.autograd.Function):

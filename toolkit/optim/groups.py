@@ -8,9 +8,7 @@ from torch import nn
 
 from toolkit.distributed.names import canonical_name
 from toolkit.distributed.shards import shard_of
-from toolkit.models.attention import CausalSelfAttention
-from toolkit.models.latent_attention import LatentAttention
-from toolkit.models.lora import is_adapter
+from toolkit.models.lora_config import is_adapter
 
 if TYPE_CHECKING:
     from toolkit.optim.hybrid import HybridOptimizer
@@ -42,8 +40,8 @@ def block_params(model: nn.Module, blocks: tuple[type[nn.Module], ...]) -> dict[
     inside = {id(p) for m in model.modules() if isinstance(m, blocks) for p in m.parameters()}
     rows: dict[str, tuple[int, ...]] = {}
     for name, module in model.named_modules():
-        if isinstance(module, CausalSelfAttention | LatentAttention):
-            layer, sizes = module.stacked_rows
+        if (stacked := getattr(module, "stacked_rows", None)) is not None:  # attention
+            layer, sizes = stacked
             rows[canonical_name(f"{name}.{layer}.weight")] = sizes
     names = [canonical_name(name) for name, p in model.named_parameters() if id(p) in inside]
     return {name: rows.get(name, ()) for name in names}

@@ -33,7 +33,7 @@ from toolkit.distributed import ranks
 from toolkit.distributed.names import canonical_name
 from toolkit.errors import UserError
 from toolkit.io.threads import run_in_thread
-from toolkit.models.lora import is_adapter
+from toolkit.models.lora_config import is_adapter
 from toolkit.optim.evaluation_weights import EvaluationWeights
 from toolkit.training.checkpoint_meta import CALLBACKS, FORMAT_VERSION, TRAINER
 from toolkit.training.hyperparameters import resolved_hyperparameters

@@ -11,7 +11,7 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from toolkit.checkpoints.folder import load_compatible_weights, read_model_config
+from toolkit.checkpoints.folder import load_compatible_weights, meta_model, read_model_config
 from toolkit.checkpoints.run.sharded import is_sharded
 from toolkit.checkpoints.run.state_dicts import load_sharded_weights, tied_names
 from toolkit.checkpoints.store import WEIGHTS
@@ -34,9 +34,7 @@ from toolkit.models.fp8 import SIZE_MULTIPLE, convert_to_fp8, gather_in_fp8
 from toolkit.models.gpt import GPT
 from toolkit.models.head import pad_head
 from toolkit.models.init import Materializer, ParameterValue, draw, weight_initializer
-from toolkit.models.lora import SCORE, TRAINED_SCORE, adapted_on_meta, adapter_values, is_adapter
-from toolkit.models.lora_config import LoRAConfig
-from toolkit.models.quantize import Quantize, quantize_linears, reserve_quantized
+from toolkit.models.lora_config import SCORE, TRAINED_SCORE, LoRAConfig, Quantize, is_adapter
 from toolkit.optim.groups import block_params, no_decay_params
 from toolkit.planning.resolve import ResolvedConfig
 from toolkit.private_torch import configure_compiler
@@ -74,7 +72,7 @@ class ModelSpec:
         self.shapes: dict[str, torch.Size] = {}
         if module is None:
             assert config is not None
-            module = self.meta_model = adapted_on_meta(config, lora)
+            module = self.meta_model = meta_model(config, lora)
             blocks = (Block,)
             self.shapes = {name: value.shape for name, value in module.state_dict().items()}
         self.module, self.blocks = module, blocks
@@ -236,6 +234,8 @@ def _values(
         return lambda name, shape: weights[name] if name in weights else draw_score(name, shape)
     packed: dict[str, Callable[[], Tensor]] = {}
     if spec.quantize is not None:
+        from toolkit.models.quantize import quantize_linears, reserve_quantized
+
         storage = block_dtype(fabric, next(model.parameters()).dtype)  # in which FSDP stores 4-bit weights
         if storage is None:
             quantize_linears(model, spec.quantize, weights.__getitem__, fabric.device)
@@ -244,6 +244,8 @@ def _values(
         spec.sizes |= {
             name: p.numel() for name, p in model.named_parameters()
         }  # packed 4-bit weights have fewer elements
+    from toolkit.models.lora import adapter_values  # imported with the adapters of the model
+
     initial = adapter_values(model, seed, weights.__getitem__) if adapters is None else None
     tensors = weights | (adapters or {})
     if stored_head is not None and adapters is None:

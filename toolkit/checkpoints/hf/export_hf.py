@@ -19,7 +19,7 @@ from toolkit.checkpoints.hf.sums import write_sums
 from toolkit.checkpoints.merge import MergedWeights, copy_files, random_tokens, relative_difference
 from toolkit.checkpoints.scratch import trim_after
 from toolkit.checkpoints.store import require_new_folder, write_folder
-from toolkit.checkpoints.weights import Tensors
+from toolkit.checkpoints.weights import Tensors, resolve_weight_dtype
 from toolkit.data.chat.template import GENERATION_FILE, eos_tokens
 from toolkit.data.tokenizer import FILE_PATTERNS, Tokenizer
 from toolkit.errors import GuardError, UserError, one_line, require_package
@@ -28,7 +28,6 @@ from toolkit.models.config import Fields, ModelConfig, ModelOverrides
 from toolkit.models.families import family_of
 from toolkit.models.families.tables import WeightMapping
 from toolkit.models.gpt import model_on_meta
-from toolkit.models.moe import resolve_weight_dtype
 
 MAX_SHARD_BYTES = 5_000_000_000  # per weights file; a larger tensor gets a file to itself
 

@@ -22,14 +22,13 @@ from toolkit.checkpoints.hf.sums import require_intact
 from toolkit.checkpoints.merge import copy_files
 from toolkit.checkpoints.scratch import mmap_copy
 from toolkit.checkpoints.store import WEIGHTS, require_new_folder, write_model_folder
-from toolkit.checkpoints.weights import require_compatible
+from toolkit.checkpoints.weights import require_compatible, resolve_weight_dtype
 from toolkit.data.tokenizer import FILE_PATTERNS, Tokenizer, read_tokenizer_files
 from toolkit.errors import UserError, join_first, one_line
 from toolkit.io.safe_parse import read_json_object, write_yaml
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import MULTIMODAL, config_from_hf, family_of
 from toolkit.models.gpt import model_on_meta
-from toolkit.models.moe import resolve_weight_dtype
 
 _HEAD, _EMBEDDING = "lm_head.weight", "transformer.wte.weight"
 # File names that transformers looks for. FILE_PATTERNS (the files to download) must include all of them.

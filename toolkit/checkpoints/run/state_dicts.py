@@ -34,7 +34,7 @@ from toolkit.distributed.names import canonical_name
 from toolkit.distributed.shards import is_sharded, shard_of, sharded_values
 from toolkit.distributed.tensor_parallel import Cut, cuts_of
 from toolkit.errors import join_first
-from toolkit.models.lora import is_adapter
+from toolkit.models.lora_config import is_adapter
 from toolkit.optim.bf16 import MASTER
 from toolkit.private_torch import first_row, local_shard, tree_map_only
 

@@ -13,8 +13,7 @@ from toolkit.config import ActivationCheckpointing, DDPArgs, FSDPArgs, Precision
 from toolkit.distributed.mesh import Layout
 from toolkit.distributed.strategy import StrategyPlan
 from toolkit.models.config import ModelConfig
-from toolkit.models.lora_config import LoRAConfig
-from toolkit.models.quantize import Quantize
+from toolkit.models.lora_config import LoRAConfig, Quantize
 from toolkit.planning.resolve import ResolvedConfig
 
 FP32 = 4  # bytes
