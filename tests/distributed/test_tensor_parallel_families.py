@@ -17,7 +17,8 @@ from torch import distributed as dist
 
 from toolkit.distributed import ranks
 from toolkit.distributed.mesh import Layout
-from toolkit.distributed.tensor_parallel import cuts_of, reduce_gradients, require_divisible, split_model
+from toolkit.distributed.model_parts import cuts_of, reduce_gradients, require_divisible
+from toolkit.distributed.tensor_parallel import split_model
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import config_from_hf

@@ -39,8 +39,8 @@ from toolkit import cli, extension
 from toolkit.checkpoints.run import sharded, state_dicts
 from toolkit.checkpoints.run.state_dicts import full_state
 from toolkit.distributed import fsdp, ranks, strategy
+from toolkit.distributed.model_parts import cuts_of
 from toolkit.distributed.shards import shard_of, sharded_values
-from toolkit.distributed.tensor_parallel import cuts_of
 from toolkit.errors import GuardError
 from toolkit.models import aligned
 from toolkit.models.mlp import LLaMAMLP

@@ -11,7 +11,8 @@ from helpers.initialize import initialize
 from torch import nn
 
 import toolkit
-from toolkit.distributed.tensor_parallel import cuts_of, split_model
+from toolkit.distributed.model_parts import cuts_of
+from toolkit.distributed.tensor_parallel import split_model
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT

@@ -43,12 +43,11 @@ from torch.optim import Optimizer
 from toolkit.config import AUTO, FSDPArgs, Precision
 from toolkit.distributed import ranks
 from toolkit.distributed.mesh import UNSHARDED, Layout, data_mesh, sharded_layout
+from toolkit.distributed.model_parts import cuts_of, pipeline_of, reduce_gradients
 from toolkit.distributed.names import canonical_name
-from toolkit.distributed.pipeline import pipeline_of
 from toolkit.distributed.private_lightning import BackwardSyncControl, with_launcher
 from toolkit.distributed.shards import add_shards, give_gradients, shard_of
 from toolkit.distributed.strategy import StrategyPlan, sharding_strategy_of
-from toolkit.distributed.tensor_parallel import cuts_of, reduce_gradients
 from toolkit.distributed.units import AUTOCAST_DTYPES, block_dtypes, plan_units
 from toolkit.models.head import Head
 from toolkit.models.init import Materializer

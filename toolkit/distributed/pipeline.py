@@ -231,8 +231,3 @@ class Pipeline:
             x = torch.empty_like(x, memory_format=torch.contiguous_format)
             dist.recv(x, dist.get_global_rank(self._group, source), group=self._group)
         return x
-
-
-def pipeline_of(module: nn.Module) -> Pipeline | None:
-    """Return the pipeline of a rank's model; None without pipeline parallelism."""
-    return module.execution.pipeline if isinstance(module, GPT) else None

@@ -15,8 +15,8 @@ from toolkit.data.base import choose_seq_length, trained_vocabulary
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed.device import count_devices, device_memory, pick_precision
 from toolkit.distributed.mesh import Layout, data_devices
+from toolkit.distributed.model_parts import require_divisible
 from toolkit.distributed.strategy import StrategyPlan, plan_strategy
-from toolkit.distributed.tensor_parallel import require_divisible
 from toolkit.distributed.world import detect_world
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig

@@ -20,9 +20,7 @@ from toolkit.distributed import ranks
 from toolkit.distributed.cpu_memory import malloc_trim
 from toolkit.distributed.fabric import block_dtype, materialize_with, setup_module
 from toolkit.distributed.names import canonical_name
-from toolkit.distributed.pipeline import Pipeline
 from toolkit.distributed.private_lightning import FabricModule
-from toolkit.distributed.tensor_parallel import split_model
 from toolkit.errors import UserError
 from toolkit.extension import load_registered
 from toolkit.models.activation_checkpointing import checkpoint_blocks
@@ -131,9 +129,13 @@ def build_model(
     else:
         values = _values(spec, spec.meta_model, fabric, args.seed, source, shards, adapters)
         if (size := ranks.layout().tensor) > 1:
+            from toolkit.distributed.tensor_parallel import split_model
+
             rank = ranks.layout().coordinates(ranks.global_rank())["tensor"]
             values = split_model(spec.meta_model, size, rank, ranks.group("tensor"))(values)
         if ranks.layout().pipeline > 1:
+            from toolkit.distributed.pipeline import Pipeline
+
             Pipeline(spec.meta_model, args.pipeline.schedule, fabric.device, fabric.autocast)
         materialize = Materializer(module, values, fabric.device)
         materialize_with(fabric, module, materialize)

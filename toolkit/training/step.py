@@ -10,7 +10,7 @@ from torch.profiler import record_function
 from toolkit.checkpoints.weights import Tensors
 from toolkit.data.batch import Batch
 from toolkit.distributed import ranks
-from toolkit.distributed.pipeline import pipeline_of
+from toolkit.distributed.model_parts import pipeline_of
 from toolkit.errors import GuardError, UserError
 from toolkit.objectives.base import LOSS, Objective, means, scales
 from toolkit.objectives.inputs import forward_inputs, original_module

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.distributed import ranks
+from toolkit.distributed.model_parts import cuts_of
 from toolkit.distributed.names import canonical_name
 from toolkit.distributed.replicas import checksum
-from toolkit.distributed.tensor_parallel import cuts_of
 from toolkit.errors import DifferenceError
 from toolkit.private_torch import local_parts, local_shard
 from toolkit.training.model_spec import unwrapped

@@ -23,9 +23,9 @@ from toolkit.checkpoints.scratch import trim_after
 from toolkit.checkpoints.weights import load_weights
 from toolkit.data.base import State
 from toolkit.distributed import ranks
+from toolkit.distributed.model_parts import Cut, cuts_of
 from toolkit.distributed.names import canonical_name
 from toolkit.distributed.shards import is_shared_state, shard_of
-from toolkit.distributed.tensor_parallel import Cut, cuts_of
 from toolkit.errors import UserError, one_line
 from toolkit.optim.bf16 import MASTER
 from toolkit.optim.evaluation_weights import AVERAGE, TRAINED, begin_training

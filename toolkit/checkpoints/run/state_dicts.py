@@ -30,9 +30,9 @@ from toolkit.checkpoints.run.sharded import load_sharded
 from toolkit.checkpoints.weights import Tensors
 from toolkit.data.base import State
 from toolkit.distributed import ranks
+from toolkit.distributed.model_parts import Cut, cuts_of
 from toolkit.distributed.names import canonical_name
 from toolkit.distributed.shards import is_sharded, shard_of, sharded_values
-from toolkit.distributed.tensor_parallel import Cut, cuts_of
 from toolkit.errors import join_first
 from toolkit.models.lora_config import is_adapter
 from toolkit.optim.bf16 import MASTER

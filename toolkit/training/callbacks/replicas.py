@@ -1,8 +1,8 @@
 """N4 synchronized-replicas: compare model replicas after the first step of each launch."""
 
+from toolkit.distributed.model_parts import cuts_of
 from toolkit.distributed.names import canonical_name
 from toolkit.distributed.replicas import require_equal_replicas
-from toolkit.distributed.tensor_parallel import cuts_of
 from toolkit.training.model_spec import ModelSpec, unwrapped
 from toolkit.training.run import Callback, Metrics, Run
 
