@@ -351,7 +351,7 @@ UNBOUNDED = {  # reads without a limit, with the reason
     },
     "what the user names or types": {
         "toolkit_interop/gguf/export_gguf.py path", "cli/parser.py Path(path)", "commands/chat.py sys.stdin",
-        "commands/generate.py sys.stdin", "data/chat/template.py file", "data/sft/readers.py path",
+        "commands/generate.py sys.stdin", "data/chat/sources.py file", "data/sft/readers.py path",
         "inference/batch.py sys.stdin", "inference/batch.py Path(path)",
     },
     "read_json has read it before": {"data/tokens/chunks.py self.folder / INDEX"},
