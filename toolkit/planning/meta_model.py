@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from toolkit.checkpoints.folder import meta_model
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
-from toolkit.models.lora import adapted_on_meta
 from toolkit.models.lora_config import LoRAConfig
 
 _built: dict[str, GPT] = {}
@@ -25,7 +25,7 @@ def model_of(config: ModelConfig, lora: LoRAConfig | None, tensor: int = 1) -> G
 
 def build_part(config: ModelConfig, lora: LoRAConfig | None, tensor: int, group: Any = None) -> GPT:
     """Build a rank's part of the model. For ``group`` see :func:`toolkit.distributed.tensor_parallel.split_model`."""
-    model = adapted_on_meta(config, lora)
+    model = meta_model(config, lora)
     if tensor > 1:
         from toolkit.distributed.tensor_parallel import split_model
 
