@@ -7,14 +7,13 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tokenize
 import venv
 from collections import Counter
 from pathlib import Path
 
 import pytest
 from helpers.small_runs import text_data
-from helpers.sources import FILES, module_name
+from helpers.sources import FILES, module_name, tokens_of
 
 from toolkit.extension import BUILT_IN
 
@@ -33,22 +32,6 @@ BUDGET = {
     "align": 16_500,
     "plan": 36_000,
 }
-
-LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
-F_STRING = tuple(getattr(tokenize, f"FSTRING_{end}", None) for end in ("START", "END"))  # one token before Python 3.12
-
-
-def tokens_of(file: Path) -> int:
-    """Count tokens without comments, docstrings and layout: unlike lines, they do not shrink when lines get longer."""
-    kinds, depth = [tokenize.NEWLINE], 0
-    with tokenize.open(file) as source:
-        for kind, *_ in tokenize.generate_tokens(source.readline):
-            depth += (kind == F_STRING[0]) - (kind == F_STRING[1])
-            if not depth and kind not in LAYOUT:
-                kinds.append(tokenize.STRING if kind == F_STRING[1] else kind)
-    alone = [tokenize.NEWLINE, tokenize.STRING, tokenize.NEWLINE]
-    docstrings = sum(kinds[i : i + 3] == alone for i in range(len(kinds)))
-    return len(kinds) - kinds.count(tokenize.NEWLINE) - docstrings
 
 
 def tokens_by_package() -> dict[str, int]:
