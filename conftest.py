@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from functools import cache
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from helpers.corpus import WORDS
@@ -95,6 +96,16 @@ def _module_folder(_folders):
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _without_installed_extensions(request):
+    """Those of extensions/ that have a distribution are installed and would add names; they have separate tests."""
+    from toolkit import extension
+
+    is_theirs = (request.path.parents[1] / "pyproject.toml").exists() and "extensions" in request.path.parts
+    with nullcontext() if is_theirs else mock.patch.object(extension, "_installed", dict):
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _own_folder(_module_folder, _folders):
     _collections.freeze()
@@ -168,3 +179,33 @@ def tiny_models(tmp_path_factory):
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "tiny-models"
     folder.mkdir(exist_ok=True)
     return TinyModels(folder)
+
+
+@pytest.fixture
+def ragged():
+    from helpers.ragged import RaggedRows
+
+    from toolkit.data.base import PreparedData
+
+    return PreparedData(RaggedRows(40), RaggedRows(13), None, "key", "ragged rows")
+
+
+@pytest.fixture
+def fabric():
+    from lightning.fabric import Fabric
+
+    return Fabric(accelerator="cpu", devices=1)
+
+
+@pytest.fixture
+def pico():
+    """A small model of the vocabulary of ``ragged``."""
+    from helpers.initialize import initialize
+    from helpers.ragged import VOCABULARY
+
+    from toolkit.models.families import get_config
+    from toolkit.models.gpt import GPT
+
+    model = GPT(get_config("pico-llama").with_vocab_size(VOCABULARY))
+    initialize(model, seed=1)
+    return model
