@@ -121,7 +121,7 @@ def _own_folder(_module_folder, _folders):
 @pytest.fixture(scope="session", autouse=True)
 def _short_outputs():
     """The fixture ``plots`` brings loss.png back."""
-    trains = "toolkit.training.callbacks.samples" in sys.modules  # imported by the files that train
+    trains = "toolkit.training.engine" in sys.modules  # imported by the files that train
     with short_outputs() if trains else nullcontext():
         yield
 
