@@ -12,8 +12,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from helpers.small_runs import text_data
-from helpers.sources import FILES, module_name, tokens_of
+from helpers.small_runs import text_data, write_rows
+from helpers.sources import FILES, FOLDERS, module_name, tokens_of
 
 from toolkit.extension import BUILT_IN
 
@@ -57,12 +57,14 @@ def test_built_in_extensions_are_in_the_distribution():
 
 
 @pytest.mark.slow
-def test_the_wheel_is_complete_and_trains(tmp_path, corpus):
+def test_the_wheel_is_complete_trains_and_runs_every_built_in_extension(tmp_path, corpus):
     source, wheels, environment = tmp_path / "source", tmp_path / "wheels", tmp_path / "environment"
     source.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    shutil.copytree(ROOT / "toolkit", source / "toolkit", ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in FOLDERS.values():
+        target = source / folder.relative_to(ROOT)
+        shutil.copytree(folder, target, ignore=shutil.ignore_patterns("__pycache__", "tests"))
     pip = [sys.executable, "-m", "pip", "--quiet"]
     run(*pip, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", wheels, source)
     (wheel,) = wheels.iterdir()
@@ -80,19 +82,58 @@ def test_the_wheel_is_complete_and_trains(tmp_path, corpus):
     code = "import toolkit, importlib.metadata as m; print(toolkit.__file__, *m.metadata('fabric-toolkit-lm').values())"
     words = run(python, "-c", code)
     assert words.startswith(str(packages)) and "Apache-2.0" in words and "LICENSE" in words
-    installed = {path.relative_to(packages) for path in (packages / "toolkit").rglob("*")}
-    assert {path.relative_to(source) for path in (source / "toolkit").rglob("*")} <= installed
+    for name, folder in FOLDERS.items():
+        files = source / (folder / name if name in BUILT_IN else folder).relative_to(ROOT)
+        missing = [p for p in files.rglob("*") if p.is_file() and not (packages / name / p.relative_to(files)).exists()]
+        assert not missing
 
-    flags = [*text_data(corpus), "--out_dir", tmp_path / "out", "--train.max_steps", "2"]
-    run(environment / "bin" / "toolkit", "pretrain", "pico-llama", "--accelerator", "cpu", *flags)
-    assert (tmp_path / "out" / "final" / "COMPLETE").exists()
+    out, rows, foreign = tmp_path / "out", write_rows(tmp_path), tmp_path / "foreign.yaml"
+    foreign.write_text("distributed: {fsdp_sharding_strategy: full_shard}")
+    program, final = environment / "bin" / "toolkit", out / "final"
+    train = ["--accelerator", "cpu", *text_data(corpus), "--out_dir", out, "--train.max_steps", "2"]
+    run(program, "pretrain", "pico-llama", *train)
+    assert (final / "COMPLETE").exists() and (out / "report.html").exists()
+    lora = ["finetune_lora", final, "--data", "JSON", "--data.json_path", rows, "--accelerator", "cpu"]
+    evaluate = ["evaluate", final, "--accelerator", "cpu", "--eval.metric", "exact_match", "--eval.metric_data", rows]
+    commands = {  # of each built-in extension
+        "doctor": ["doctor"],
+        "launch": [
+            "launch",
+            "slurm",
+            "--shared_dir",
+            tmp_path,
+            "--",
+            "pretrain",
+            "pico-llama",
+            *train,
+            "--devices",
+            "1",
+        ],
+        "serve": ["serve", "--help"],
+        "report": ["report", out, "--format", "md"],
+        "foreign": [*lora, "--config", foreign, "--devices", "2", "--print_config"],
+        "interop": ["convert_to_gguf", final, tmp_path / "model.gguf"],
+        "metric": [*evaluate, "--eval.metric_rows", "1", "--eval.metric_new_tokens", "2"],
+        "align": [*lora, "--objective", "DPO", "--print_config"],
+        "plan": ["plan", "pretrain", "pico-llama", *train],
+    }
+    assert commands.keys() == {name.removeprefix("toolkit_") for name in BUILT_IN}
+    for words in commands.values():
+        assert "run pip install -e . again" not in run(program, *words, with_stderr=True)
+
+    for name in BUILT_IN:  # as of an editable installation that is older than its sources
+        shutil.rmtree(packages / name)
+    assert "run pip install -e . again" in run(program, "verify", final, with_stderr=True)
+    for name in ("doctor", "plan"):
+        done = subprocess.run([program, name], capture_output=True, text=True, cwd="/")
+        assert done.returncode == 2 and done.stderr.endswith("run pip install -e . again\n"), done.stderr
 
 
-def run(*command: str | Path) -> str:
+def run(*command: str | Path, with_stderr: bool = False) -> str:
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(command, capture_output=True, text=True, cwd="/", env=environ)
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return done.stdout + done.stderr * with_stderr
 
 
 if __name__ == "__main__":
