@@ -145,6 +145,21 @@ def corpus(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
+def refusal(capsys):
+    """Run a command that must end with exit code 2 and one line; return the line, without notes before it."""
+    from toolkit.cli import main
+
+    def run(*words) -> str:
+        capsys.readouterr()
+        assert main([str(word) for word in words]) == 2, words
+        *notes, line = capsys.readouterr().err.splitlines(keepends=True)
+        assert line.startswith("toolkit ") and "Traceback (most recent call last):\n" not in notes, [*notes, line]
+        return line
+
+    return run
+
+
+@pytest.fixture
 def web(monkeypatch):
     """The address of a server of the files in the current folder."""
     monkeypatch.setattr(SimpleHTTPRequestHandler, "log_message", lambda *_: None)

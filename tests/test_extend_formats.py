@@ -13,7 +13,6 @@ import torch
 import toolkit
 from toolkit import extension
 from toolkit.checkpoints.weights import save_weights
-from toolkit.cli import main
 from toolkit.cli.parser import parse
 from toolkit.models.gpt import GPT
 
@@ -48,7 +47,7 @@ def test_importer_and_exporter_of_the_page(acme):
         assert torch.equal(loaded.get_parameter(name), weight) and np.array_equal(exported[name], weight.detach())
 
 
-def test_dialect_of_the_page(acme, capsys):
+def test_dialect_of_the_page(acme, refusal):
     Path("acme.yaml").write_text("acme: {rate: 0.5, rows: 12}\nseed: 3")
     options = parse("pretrain", ["--config", "acme.yaml", "--train.global_batch_size", "8"])["options"]
     assert (options.train.learning_rate, options.train.global_batch_size, options.shared.seed) == (0.5, 8, 3)
@@ -58,5 +57,4 @@ def test_dialect_of_the_page(acme, capsys):
         ("{rate: -1}", "must be greater than zero; it is set by acme.yaml: acme.rate"),
     ):
         Path("acme.yaml").write_text(f"acme: {text}")
-        assert main(["pretrain", "pico-llama", "--config", "acme.yaml"]) == 2
-        assert message in capsys.readouterr().err
+        assert message in refusal("pretrain", "pico-llama", "--config", "acme.yaml")

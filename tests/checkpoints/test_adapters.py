@@ -157,14 +157,13 @@ def test_merge_reports_rounding_error(tmp_path, capsys):
     assert 1e-4 < difference < 0.1  # the rounding of the weights to bf16
 
 
-def test_merged_weights_take_precedence_and_are_not_overwritten(made, capsys):
+def test_merged_weights_take_precedence_and_are_not_overwritten(made, refusal):
     base_dir, folder, _ = made
     merge_in_place(folder)
     shutil.rmtree(base_dir)
     assert not has_adapters_only(folder)
     load_model(folder)
-    assert main(["merge_lora", str(folder)]) == 2
-    assert "already holds merged weights" in capsys.readouterr().err
+    assert "already holds merged weights" in refusal("merge_lora", folder)
 
 
 def test_failed_merge_leaves_adapters_unchanged(tmp_path, monkeypatch):
@@ -205,14 +204,12 @@ def test_base_checkpoint_dir_overrides_recorded_path(made, tmp_path, monkeypatch
         load_model(folder, base_checkpoint_dir="none")
 
 
-def test_adapters_of_another_base_are_rejected(made, tmp_path, capsys):
+def test_adapters_of_another_base_are_rejected(made, tmp_path, refusal):
     base_dir, folder, _ = made
     other = base()
     other.transformer.wte.weight.data[3, 4] += 1
     other_dir = write_base(tmp_path / "other", other)
-    assert main(["merge_lora", str(folder), "--base_checkpoint_dir", str(other_dir)]) == 2
-    shown = capsys.readouterr().err
-    assert "these adapters were not trained on" in shown and shown.count("\n") == 1
+    assert "these adapters were not trained on" in refusal("merge_lora", folder, "--base_checkpoint_dir", other_dir)
     shutil.rmtree(base_dir)
     shutil.copytree(other_dir, base_dir)  # the same folder, other weights
     with pytest.raises(UserError, match="these adapters were not trained on"):
@@ -298,11 +295,9 @@ def test_malformed_adapter_yaml_is_a_one_line_error(made, change, message):
         read_adapter(folder)
 
 
-def test_merge_requires_adapters(made, tmp_path, capsys):
-    assert main(["merge_lora", str(made[0])]) == 2
-    assert "holds no lit_model.pth.lora" in capsys.readouterr().err
-    assert main(["merge_lora", str(made[1]), "--out_dir", str(tmp_path)]) == 2
-    assert "already exists and is not empty" in capsys.readouterr().err
+def test_merge_requires_adapters(made, tmp_path, refusal):
+    assert "holds no lit_model.pth.lora" in refusal("merge_lora", made[0])
+    assert "already exists and is not empty" in refusal("merge_lora", made[1], "--out_dir", tmp_path)
 
 
 def test_merged_weights_are_computed_one_at_a_time(made, monkeypatch):

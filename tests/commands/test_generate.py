@@ -86,7 +86,7 @@ def test_an_empty_prompt_begins_a_document(folder, capsys):
     assert "tokens in" in err
 
 
-def test_each_prompt_of_a_file_gives_what_it_gives_alone(folder, tmp_path, capsys, monkeypatch):
+def test_each_prompt_of_a_file_gives_what_it_gives_alone(folder, tmp_path, capsys, refusal, monkeypatch):
     prompts = ["abc", "é\u2028🎉a", "c"]  # U+2028 is a line for str.splitlines
     settings = ["--max_new_tokens", 9, "--temperature", 2, "--top_k", 5, "--num_samples", 2, "--seed", 7]
     expected = [api.generate(folder, prompt, max_new_tokens=9, temperature=2, top_k=5, num_samples=2, seed=7)
@@ -108,8 +108,7 @@ def test_each_prompt_of_a_file_gives_what_it_gives_alone(folder, tmp_path, capsy
     out, err = run(capsys, folder, "--prompts_path", "-", *settings)
     assert [json.loads(line)["text"] for line in out.splitlines()] == expected[0] and err.startswith("1 prompt: ")
     monkeypatch.setattr(sys, "stdin", io.StringIO("\udcff\n"))
-    assert main(["generate", str(folder), "--prompts_path", "-"]) == 2
-    assert "--prompts_path -: is not valid UTF-8" in capsys.readouterr().err
+    assert "--prompts_path -: is not valid UTF-8" in refusal("generate", folder, "--prompts_path", "-")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n{"prompt": 3}\n')
     (tmp_path / "half.jsonl").write_text('{"prompt": "a", "id": "\\ud800"}\n')
     (tmp_path / "long.txt").write_text(f"a\n\n{'b' * 64}\n")
@@ -225,15 +224,16 @@ def test_unmerged_adapters_generate_the_same_as_merged(folder, adapters, tmp_pat
     assert run(capsys, tmp_path / "merged", *settings)[0] == unmerged
 
 
-def test_moved_base(folder, adapters, tmp_path, capsys):
+def test_moved_base(folder, adapters, tmp_path, capsys, refusal):
     expected, _ = run(capsys, adapters, "--temperature", 0)
     shutil.copytree(folder, tmp_path / "moved")
     shutil.copytree(adapters, tmp_path / "adapters")
     info = tmp_path / "adapters" / "adapter.yaml"
     info.write_text(info.read_text().replace(str(folder), "/nowhere"))
     seal(tmp_path / "adapters")
-    assert main(["generate", str(tmp_path / "adapters"), "--temperature", "0"]) == 2
-    assert "does not exist; set its location with --base_checkpoint_dir" in capsys.readouterr().err
+    assert "does not exist; set its location with --base_checkpoint_dir" in refusal(
+        "generate", tmp_path / "adapters", "--temperature", "0"
+    )
     found, _ = run(capsys, tmp_path / "adapters", "--temperature", 0, "--base_checkpoint_dir", tmp_path / "moved")
     assert found == expected
 

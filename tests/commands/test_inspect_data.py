@@ -127,10 +127,9 @@ def test_random_tokens_have_no_text(capsys):
         (["--data", "JSON", "--data.json_path", "x.json"], "--data JSON: needs the tokenizer"),
     ],
 )
-def test_invalid_arguments_are_rejected(options, message, capsys):
-    assert main(["inspect_data", *options]) == 2
-    err = capsys.readouterr().err
-    assert err.startswith(f"toolkit inspect_data: {message}") and err.count("\n") == 1
+def test_invalid_arguments_are_rejected(options, message, refusal):
+    err = refusal("inspect_data", *options)
+    assert err.startswith(f"toolkit inspect_data: {message}")
 
 
 def test_a_name_below_checkpoints(inspect, tokenizer_dir, tmp_path, monkeypatch):

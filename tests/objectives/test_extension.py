@@ -140,15 +140,13 @@ def test_n2_pairs_on_two_ranks():
         assert row == pytest.approx(expected, rel=1e-4, nan_ok=True)
 
 
-def test_mistakes_are_one_line(capsys):
+def test_mistakes_are_one_line(refusal):
     cases = {
         "--objective Margn": "did you mean 'Margin'",
         "--objective Margin --objective.bet 1": "did you mean --objective.beta",
     }
     for words, message in cases.items():
-        assert main(["pretrain", "pico-llama", "--extensions", "pairs", "--data", "Pairs", *words.split()]) == 2
-        err = capsys.readouterr().err
-        assert message in err and err.count("\n") == 1
+        assert message in refusal("pretrain", "pico-llama", "--extensions", "pairs", "--data", "Pairs", *words.split())
 
 
 def test_an_objective_needs_no_extension(capsys):
@@ -187,7 +185,7 @@ class Margin(Base):
 """
 
 
-def test_only_fields_are_options_of_an_objective(capsys):
+def test_only_fields_are_options_of_an_objective(refusal):
     Path("stateful.py").write_text(STATEFUL)
     sys.modules.pop("stateful", None)
     words = RUN.partition(" --objective.beta")[0] + " --train.max_steps 2 --train.global_batch_size 4"
@@ -203,9 +201,7 @@ def test_only_fields_are_options_of_an_objective(capsys):
         "Margin": "--objective Margin: out/final was trained with --objective stateful.Margin",
         "stateful.Plain": "--objective Plain: must be a dataclass",
     }.items():
-        capsys.readouterr()
-        assert main([*run, objective, *more]) == 2
-        assert message in capsys.readouterr().err
+        assert message in refusal(*run, objective, *more)
     assert main([*run, "stateful.Margin", "--objective.name", "first", *more]) == 0
 
 

@@ -17,7 +17,6 @@ from toolkit_plan.measure.optimizer import state_bytes
 from tests.training.test_run import arguments
 from toolkit.checkpoints.run.optimizer_state import _fill
 from toolkit.checkpoints.weights import load_state, load_weights
-from toolkit.cli import main
 from toolkit.config import FSDPArgs, OptimizerArgs
 from toolkit.errors import UserError
 from toolkit.models.lora_config import LoRAConfig
@@ -112,7 +111,7 @@ def test_s2_a_resume_is_bit_equal(corpus, tmp_path, name, case):
         assert_same_weights(*folders)
 
 
-def test_a_schedule_free_run_has_a_constant_rate_and_says_so(corpus, tmp_path, capsys):
+def test_a_schedule_free_run_has_a_constant_rate_and_says_so(corpus, tmp_path):
     options = {"optimizer": OptimizerArgs(name="AdamWScheduleFree")}
 
     def run(out: str, **train) -> None:
@@ -136,13 +135,14 @@ def test_lists_of_matrices_are_restored_on_the_device_and_planned():
     assert state_bytes({"name": "SOAP"}, torch.float32, (6, 4)) == moments_and_matrices
 
 
-def test_a_missing_package_is_one_line(monkeypatch, capsys):
+def test_a_missing_package_is_one_line(monkeypatch, refusal):
     find_spec = importlib.util.find_spec
 
     def check(name: str, package: str) -> None:
         monkeypatch.setattr(importlib.util, "find_spec", lambda n, *rest: None if n == package else find_spec(n, *rest))
-        assert main(["pretrain", "pico-llama", "--optimizer.name", name, "--train.max_steps", "1"]) == 2
-        assert f"--optimizer.name {name}: needs {package}; run: pip install '{package}>=" in capsys.readouterr().err
+        assert f"--optimizer.name {name}: needs {package}; run: pip install '{package}>=" in refusal(
+            "pretrain", "pico-llama", "--optimizer.name", name, "--train.max_steps", "1"
+        )
 
     check_each(check, [("AdamWScheduleFree", "schedulefree"), ("SOAP", "pytorch_optimizer")])
 

@@ -258,7 +258,7 @@ def test_columns_of_tasks():
 
 
 @pytest.mark.slow
-def test_tasks_of_lm_eval_are_metrics_and_agree_with_ours(tmp_path, monkeypatch, capsys):
+def test_tasks_of_lm_eval_are_metrics_and_agree_with_ours(tmp_path, monkeypatch, capsys, refusal):
     """On the same chat prompts: acc is choice, exact_match is ours, with the same standard errors."""
     pytest.importorskip("lm_eval")
     monkeypatch.chdir(tmp_path)
@@ -300,8 +300,8 @@ def test_tasks_of_lm_eval_are_metrics_and_agree_with_ours(tmp_path, monkeypatch,
             "--eval.tasks sa: toolkit evaluate: --tasks sa: no such task; did you mean 'say'",
         ),
     ):
-        assert main(["finetune_full", *flags, *more, "--out_dir", "bad"]) == 2
-        assert message in capsys.readouterr().err
+        assert message in refusal("finetune_full", *flags, *more, "--out_dir", "bad")
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None)
-    assert main(["finetune_full", *flags, "--out_dir", "bad"]) == 2
-    assert "--eval.tasks say,choose: needs lm_eval; run: pip install 'lm_eval>=0.4.9.2'" in capsys.readouterr().err
+    assert "--eval.tasks say,choose: needs lm_eval; run: pip install 'lm_eval>=0.4.9.2'" in refusal(
+        "finetune_full", *flags, "--out_dir", "bad"
+    )

@@ -142,17 +142,17 @@ def test_export_is_temporary(stopped_before_loading, talker, task, tmp_path, err
     assert "export" not in capsys.readouterr().err
 
 
-def test_hugging_face_folder_is_used_directly(stopped_before_loading, talker, task, tmp_path, capsys):
+def test_hugging_face_folder_is_used_directly(stopped_before_loading, talker, task, tmp_path, capsys, refusal):
     export_hf(talker, tmp_path / "hf")
     words = [tmp_path / "hf", "--tasks", "say", "--include_path", task]
     assert stopped_before_loading(*words)[:2] == (1, tmp_path / "hf")
-    assert main(["evaluate", *map(str, words), "--base_checkpoint_dir", "x"]) == 2
-    assert "--base_checkpoint_dir x: has no effect on a Hugging Face folder" in capsys.readouterr().err
+    assert "--base_checkpoint_dir x: has no effect on a Hugging Face folder" in refusal(
+        "evaluate", *map(str, words), "--base_checkpoint_dir", "x"
+    )
     with open(tmp_path / "hf/model.safetensors", "r+b") as file:
         file.seek(-1, 2)
         file.write(b"x")
-    assert main(["evaluate", *map(str, words)]) == 2
-    assert "model.safetensors: checksum mismatch" in capsys.readouterr().err
+    assert "model.safetensors: checksum mismatch" in refusal("evaluate", *map(str, words))
     assert main(["evaluate", str(tmp_path / "hf")]) == 2  # on text
     assert "toolkit convert_from_hf" in capsys.readouterr().err
 

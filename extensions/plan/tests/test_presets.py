@@ -78,8 +78,8 @@ def test_a_run_that_no_variant_can_start_has_its_own_error():
         config_of("memory", optimizer={"name": "LBFGS"})
 
 
-def test_plan_shows_the_preset(capsys):
+def test_plan_shows_the_preset(capsys, refusal):
     argv = ["plan", "pretrain", "pythia-14m", "--devices", "8", "--preset", "memory"]
     line = "\nPreset     memory: --strategy fsdp, --train.micro_batch_size 1, "
     assert main(argv) == 0 and line in capsys.readouterr().out
-    assert main([*argv[:-1], "memry"]) == 2 and "--preset memry: must be one of" in capsys.readouterr().err
+    assert "--preset memry: must be one of" in refusal(*argv[:-1], "memry")
