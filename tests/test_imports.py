@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from functools import cache
 
 import pytest
-from helpers.sources import EXTENSIONS, FILES, FOLDERS, file_name, module_name
+from helpers.sources import EXTENSIONS, FILES, FOLDERS, PACKAGE, file_name, module_name
 
 import toolkit
 from toolkit.commands import all_commands
@@ -150,6 +150,13 @@ def test_no_module_names_a_higher_one_in_a_string():
             if isinstance(text, str) and re.fullmatch(r"toolkit(\.\w+)+\.?", text) and level(module) is not None:
                 found += [f"{module}:{node.lineno} {text}"] if (level(text) or 0) > level(module) else []
     assert not found
+
+
+def test_contributing_has_the_order_of_the_layers():
+    line = re.search(r"^`(errors, .+)`,$", (PACKAGE.parent / "CONTRIBUTING.md").read_text(), re.M)[1]
+    said = [{*layer.split(", ")} for layer in line.replace("(built-in extensions)", ", ".join(BUILT_IN)).split(" < ")]
+    small = {"deferred", "version", "model", "__main__"}  # files that say nothing by their place
+    assert said == [layer - small for layer in LAYERS]
 
 
 def test_every_module_has_a_layer():

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import yaml
-from helpers.sources import FILES
+from helpers.sources import FILES, tokens_of
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "tutorials").glob("*.md"))
@@ -61,3 +61,13 @@ def test_the_site_lists_every_page():
 
 def test_a_page_has_less_than_1200_words():
     assert {page.name: n for page in PAGES if (n := len(page.read_text().split())) >= 1200}.keys() <= TABLES
+
+
+def test_the_reading_page_lists_files_and_says_how_long_they_are():
+    page = ROOT / "tutorials" / "reading.md"
+    rows = re.findall(r"^\| \[([\w/]+\.py)\]\(\.\./toolkit/([\w/]+\.py)\) \| .+ \|$", page.read_text(), re.M)
+    assert [name for name, _ in rows] == [path for _, path in rows]
+    count, said = re.search(r"These (\d+) files, about ([\d,]+) tokens", page.read_text()).groups()
+    total = sum(tokens_of(ROOT / "toolkit" / path) for _, path in rows)
+    assert len({*rows}) == len(rows) == int(count)
+    assert abs(total - int(said.replace(",", ""))) < 0.1 * total, f"{total:,} tokens"
