@@ -103,7 +103,7 @@ def test_s2_a_run_begun_without_bos_resumes_without_it(tmp_path, monkeypatch, ca
     assert write.losses(tmp_path / "resumed") == pytest.approx(expected[2:], rel=1e-6)
     for folder in (old, resumed):
         data, _ = data_of_run(folder, trust=True)
-        assert [module.add_bos for module in data.modules.values()] == [None, None]
+        assert [module.add_bos for module in data.sources_by_name.values()] == [None, None]
         assert uses_old_ends(folder)
     shutil.copytree(old, resumed.parent / write.STEP)
     (resumed / "trainer" / "meta.json").write_text("{")  # the older checkpoint says it
