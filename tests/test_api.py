@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.compare_runs import losses
 from helpers.processes import Forked, finish, start
 from toolkit_metric.evaluate import open_checkpoint
 from toolkit_metric.options import EvaluateOptions
@@ -28,7 +29,6 @@ from toolkit.errors import PeerShutdownError, UserError
 from toolkit.models.gpt import GPT
 from toolkit.models.loss_wrapper import LossWrapper, find_blocks
 from toolkit.training import build, data_reader, engine
-from toolkit.ui.loggers import read_metrics
 
 ROOT = Path(__file__).parents[1]
 MODELS = '''
@@ -126,10 +126,6 @@ def train(model=None, dataset=None, **options):
     options["train"] = TRAIN | options.get("train", {})
     dataset = TokenDataset() if dataset is None else dataset
     return toolkit.train(model or Net(), dataset, **({"accelerator": "cpu", "devices": 1} | options))
-
-
-def losses(out_dir: Path, column: str = "loss") -> list[float]:
-    return [row[column] for row in read_metrics(out_dir / "logs" / "metrics.csv")]
 
 
 def run_script(script: Path, *launcher: str, **environment: str) -> subprocess.CompletedProcess:

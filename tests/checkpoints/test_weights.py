@@ -6,20 +6,11 @@ import zipfile
 
 import pytest
 import torch
+from helpers.damage import RunsCode
 
 from toolkit.checkpoints.weights import load_state, load_weights, save_state, save_weights
 from toolkit.distributed.names import canonical_name
 from toolkit.errors import UserError
-
-
-class RunsCode:
-    """Creates a file where it is unpickled."""
-
-    def __init__(self, witness):
-        self.witness = witness
-
-    def __reduce__(self):
-        return os.system, (f"touch {self.witness}",)
 
 
 def code_in_a_zip(path, witness):

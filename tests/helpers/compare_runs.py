@@ -8,6 +8,7 @@ import torch
 
 from toolkit.checkpoints.adapters import ADAPTERS
 from toolkit.checkpoints.weights import load_state, load_weights
+from toolkit.ui.loggers import read_metrics
 
 
 def rows_of(run: Path) -> list[dict[str, str]]:
@@ -21,6 +22,13 @@ def column(run: Path, name: str) -> list[float]:
 
 def losses(run: Path) -> list[float]:
     return column(run, "loss")
+
+
+def curve(run: str | Path) -> list[dict[str, float]]:
+    """Return the rows of metrics.csv without times and memory."""
+    skipped = ("second", "step_s", "wait", "slowest", "tokens_per_sec", "memory", "mfu")
+    rows = read_metrics(Path(run, "logs", "metrics.csv"))
+    return [{k: v for k, v in row.items() if not any(part in k for part in skipped)} for row in rows]
 
 
 def relative(a: list[float], b: list[float]) -> float:
@@ -41,6 +49,11 @@ def assert_same_weights(a: Path, b: Path) -> None:
     assert first.keys() == second.keys()
     for name in first:
         assert torch.equal(first[name], second[name]), name
+
+
+def differs(values: torch.Tensor, reference: torch.Tensor) -> float:
+    """Return the largest difference, relative to the largest reference value."""
+    return float((values - reference).abs().max() / reference.abs().max())
 
 
 def require_same(run: Path, reference: Path) -> None:

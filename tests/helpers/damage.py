@@ -1,9 +1,20 @@
-"""Damage to files."""
+"""Damaged and hostile files."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+
+class RunsCode:
+    """Creates a file where it is unpickled."""
+
+    def __init__(self, witness):
+        self.witness = witness
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.witness}",)
 
 
 def flip(path: Path, at: int | None = None, mask: int = 1) -> None:

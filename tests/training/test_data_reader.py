@@ -4,6 +4,7 @@ import threading
 
 import pytest
 from helpers.cases import slow_except
+from helpers.compare_runs import losses
 from helpers.failing_data import Endless, EndlessRows
 
 from toolkit.config import EvalArgs, OptimizerArgs, TrainArgs
@@ -11,7 +12,6 @@ from toolkit.errors import DataError, UserError
 from toolkit.planning.run_args import RunArgs
 from toolkit.training.checkpoint_meta import read_meta
 from toolkit.training.engine import run_training
-from toolkit.ui.loggers import read_metrics
 
 
 def run(out, steps: int, data: Endless, **options) -> list[float]:
@@ -22,7 +22,7 @@ def run(out, steps: int, data: Endless, **options) -> list[float]:
         "eval": EvalArgs(), "optimizer": OptimizerArgs(), "out_dir": str(out), "accelerator": "cpu", "devices": 1,
     }  # fmt: skip
     run_training(RunArgs(**arguments | options))
-    return [row["loss"] for row in read_metrics(out / "logs" / "metrics.csv")]
+    return losses(out)
 
 
 def test_s2_order_of_the_data_goes_on_from_its_state(tmp_path):

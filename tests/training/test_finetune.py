@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 from helpers.cases import slow_except
-from helpers.compare_runs import assert_same_weights, require_same
+from helpers.compare_runs import assert_same_weights, losses, require_same
 from helpers.small_runs import write_base
 from torch.nn import functional as F
 
@@ -74,12 +74,6 @@ def tuned(base, questions, tmp_path_factory) -> Path:
     return out
 
 
-def losses(out: Path) -> list[str]:
-    lines = (out / "logs" / "metrics.csv").read_text().splitlines()
-    column = lines[0].split(",").index("loss")
-    return [line.split(",")[column] for line in lines[1:]]
-
-
 @pytest.mark.parametrize("precision", slow_except(["bf16-true"], ["32-true", "bf16-true", "bf16-mixed"]))
 def test_only_adapters_are_trained_and_saved(base, questions, tmp_path, precision, capsys):
     out = tmp_path / "run"
@@ -97,7 +91,7 @@ def test_only_adapters_are_trained_and_saved(base, questions, tmp_path, precisio
     model = load_model(final)
     for name, weight in load_weights(base).items():
         assert torch.equal(model.state_dict()[name], weight), name
-    assert float(losses(out)[-1]) < float(losses(out)[0])
+    assert losses(out)[-1] < losses(out)[0]
 
 
 PACKED = ["--data.packing", "best_fit", "--train.max_seq_length", "64", "--train.global_batch_size", "2"]
@@ -127,7 +121,7 @@ def test_n2_losses_do_not_depend_on_the_micro_batch_size(base, questions, tmp_pa
     for micro in (1, 2, 8):
         flags = ["--train.micro_batch_size", str(micro)]
         run_training(arguments(finetune_full, base, questions, tmp_path / str(micro), *flags))
-    one, two, eight = ([float(x) for x in losses(tmp_path / str(micro))] for micro in (1, 2, 8))
+    one, two, eight = (losses(tmp_path / str(micro)) for micro in (1, 2, 8))
     assert one == pytest.approx(eight, rel=1e-5) and two == pytest.approx(eight, rel=1e-5)
 
 
@@ -291,7 +285,7 @@ def test_qlora_trains_adapters_and_merges_into_the_unquantized_base(base, questi
     out = tmp_path / "run"
     flags = ["--quantize", "bnb.nf4-dq", "--precision", "bf16-true", "--train.save_interval", "3"]
     run_training(arguments(finetune_lora, base, questions, out, *flags))
-    assert float(losses(out)[-1]) < float(losses(out)[0])
+    assert losses(out)[-1] < losses(out)[0]
     assert read_adapter(out / "final").quantize == "bnb.nf4-dq"
     uninterrupted = losses(out)
     (tmp_path / "again").mkdir()

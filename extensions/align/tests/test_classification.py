@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.cases import check_each
+from helpers.compare_runs import curve
 from helpers.small_runs import write_base
 from helpers.tiny_configs import HF_CONFIGS
 from toolkit_align.labels import Labeling
@@ -35,7 +36,6 @@ from toolkit.errors import UserError
 from toolkit.io.safe_parse import read_yaml, write_yaml
 from toolkit.models.gpt import GPT
 from toolkit.training.callbacks.console import texts_of
-from toolkit.ui.loggers import read_metrics
 
 WORDS = {"good": ["fine", "great", "fun"], "bad": ["dull", "poor", "work"], "mixed": ["fine", "dull", "odd"]}
 RUN = (
@@ -64,12 +64,6 @@ def base(tmp_path, monkeypatch):
     write_reviews("reviews/train.csv", 50, 0)
     write_reviews("reviews/val.csv", 17, 1)
     return write_base(Path("base"), Path("corpus"), vocab_size=280, block_size=64)
-
-
-def curve(out: str) -> list[dict[str, float]]:
-    skipped = ("second", "step_s", "wait", "slowest", "tokens_per_sec", "memory")
-    rows = read_metrics(Path(out) / "logs" / "metrics.csv")
-    return [{k: v for k, v in row.items() if not any(part in k for part in skipped)} for row in rows]
 
 
 def run(command: str, words: str) -> list[dict[str, float]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.cases import slow_except
+from helpers.compare_runs import curve
 from helpers.small_runs import write_base
 from torch.nn.functional import log_softmax
 
@@ -20,7 +21,6 @@ from toolkit.models.gpt import GPT
 from toolkit.models.lora import add_lora
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.objectives import KTO
-from toolkit.ui.loggers import read_metrics
 
 RUN = (
     "--objective KTO --data Preference --data.json_path rated.jsonl --data.prompt_style chatml --accelerator cpu "
@@ -114,12 +114,6 @@ def base(tmp_path, monkeypatch):
     ]
     Path("rated.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return write_base(tmp_path / "base", tmp_path / "corpus", vocab_size=280, block_size=160)
-
-
-def curve(out: str) -> list[dict[str, float]]:
-    skipped = ("second", "step_s", "wait", "slowest", "tokens_per_sec", "memory", "mfu")
-    rows = read_metrics(Path(out) / "logs" / "metrics.csv")
-    return [{k: v for k, v in row.items() if not any(part in k for part in skipped)} for row in rows]
 
 
 def run(command: str, words: str) -> list[dict[str, float]]:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.cases import slow_except
+from helpers.compare_runs import curve
 from helpers.small_runs import write_base
 from toolkit_align import reference
 from toolkit_align.preference import Answers
@@ -26,7 +27,6 @@ from toolkit.models.gpt import GPT
 from toolkit.models.lora import add_lora
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.objectives import DPO, ORPO, SimPO
-from toolkit.ui.loggers import read_metrics
 
 RUN = (
     "--data Preference --data.json_path pairs.jsonl --data.prompt_style chatml --data.val_split_fraction 0.2 "
@@ -151,12 +151,6 @@ def base(tmp_path, monkeypatch):
 def run(command: str, words: str) -> list[dict[str, float]]:
     assert main([command, "base", *RUN.split(), *words.split()]) == 0
     return curve(words.split()[-1])
-
-
-def curve(out: str) -> list[dict[str, float]]:
-    skipped = ("second", "step_s", "wait", "slowest", "tokens_per_sec", "memory")
-    rows = read_metrics(Path(out) / "logs" / "metrics.csv")
-    return [{k: v for k, v in row.items() if not any(part in k for part in skipped)} for row in rows]
 
 
 @pytest.mark.parametrize("command", slow_except(["finetune_lora"], ["finetune_lora", "finetune_full"]))

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from helpers.compare_runs import differs
 from helpers.initialize import add_lora, initialize
 from helpers.optional import importorskip_later
 from helpers.tiny_configs import NATIVE_CONFIGS
@@ -65,10 +66,6 @@ def in_peft(base_dir, adapters, tmp_path):
         export_hf(base_dir, tmp_path / "hf")
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     return peft.PeftModel.from_pretrained(base, adapters).eval()
-
-
-def differs(native: torch.Tensor, reference: torch.Tensor) -> float:
-    return float((native - reference).abs().max() / reference.abs().max())
 
 
 ADAPTED = [(family, selection, kind) for family in CONFIGS for selection in SELECTIONS for kind in KINDS]

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from helpers.cases import slow_except
+from helpers.compare_runs import differs
 from helpers.optional import importorskip_later
 from safetensors.torch import load_file, save_file
 from toolkit_interop.peft.export_peft import export_peft
@@ -27,10 +28,6 @@ EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 
 def ids() -> torch.Tensor:
     return torch.randint(0, 96, (2, 24), generator=torch.Generator().manual_seed(1))
-
-
-def differs(native: torch.Tensor, reference: torch.Tensor) -> float:
-    return float((native - reference).abs().max() / reference.abs().max())
 
 
 def made_by_peft(hf, folder, parameters, **settings):

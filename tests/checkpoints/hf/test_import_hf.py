@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 from helpers.cases import slow_except
-from helpers.damage import change_json
+from helpers.damage import RunsCode, change_json
 from helpers.peak_memory import with_path
 from safetensors.torch import load_file, save_file
 from tokenizers import processors
@@ -278,11 +278,6 @@ def cut(folder):
     os.truncate(folder / "model.safetensors", 9000)
 
 
-class RunsCode:
-    def __reduce__(self):
-        return os.system, ("touch ran",)
-
-
 def pickled(folder, **other):
     """Weights as torch.save writes them, and perhaps something else among them."""
     tensors = load_file(folder / "model.safetensors") | other
@@ -328,7 +323,7 @@ def fp8(folder):
 QKV = "model.layers.1.self_attn.k_proj.weight"
 BAD = {
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "holds neither model.safetensors nor .*index.json"),
-    "code": (lambda f: pickled(f, extra=RunsCode()), "pytorch_model.bin: .*code"),
+    "code": (lambda f: pickled(f, extra=RunsCode("ran")), "pytorch_model.bin: .*code"),
     "sparse": (lambda f: pickled(f, extra=torch.zeros(2).to_sparse()), "'extra' is not a plain tensor"),
     "meta": (lambda f: pickled(f, **{QKV: torch.zeros(32, 64, device="meta")}), "k_proj.weight' is not a plain tensor"),
     "number": (lambda f: pickled(f, numbered=True), "pytorch_model.bin: 3 is not a plain tensor"),

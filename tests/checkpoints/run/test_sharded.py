@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from helpers.damage import RunsCode
 from helpers.groups import start_ranks
 from helpers.saving import save_sharded
 from torch import nn
@@ -200,16 +201,6 @@ def test_errors_are_raised_on_all_ranks(group):
 
 
 GOOD = {"a": torch.randn(100, 10), "b": torch.randn(30)}
-
-
-class RunsCode:
-    """Creates a file where it is unpickled."""
-
-    def __init__(self, witness):
-        self.witness = witness
-
-    def __reduce__(self):
-        return os.system, (f"touch {self.witness}",)
 
 
 def make_folder(path):
