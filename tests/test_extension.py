@@ -217,12 +217,12 @@ def test_callbacks_of_every_run_have_their_places(tmp_path, capsys):
     assert "already finished" in shown and "built" not in shown and "closed" not in shown
 
 
-def test_checkpoint_without_its_extension_names_what_is_missing(tmp_path, capsys, refused):
+def test_checkpoint_without_its_extension_names_what_is_missing(tmp_path, capsys, refusal):
     assert main(["pretrain", "letter-llama", "--extensions", "letters", *RUN, "--out_dir", "a"]) == 0
     extension._module_extensions.clear()
     capsys.readouterr()
     assert main(["verify", "a/final"]) == 0  # needs no model
-    assert "family letters: needs the extension letters: add --extensions letters" in refused(
+    assert "family letters: needs the extension letters: add --extensions letters" in refusal(
         "convert_to_hf", "a/final", "hf"
     )
     assert main(["convert_to_hf", "a/final", "hf", "--extensions", "letters"]) == 0
@@ -231,7 +231,7 @@ def test_checkpoint_without_its_extension_names_what_is_missing(tmp_path, capsys
     config = tmp_path / "a/final/model_config.yaml"
     text = config.read_text()
     config.write_text(text.replace("family: letters", "family: llama"))  # now only its data is an extension's
-    assert "data Noise: needs the extension letters" in refused("evaluate", "a/final", "--verify_checkpoint", "false")
+    assert "data Noise: needs the extension letters" in refusal("evaluate", "a/final", "--verify_checkpoint", "false")
     config.write_text(text)
     for name, fix in (
         ("toolkit-letters", "install it if you trust"),
@@ -239,7 +239,7 @@ def test_checkpoint_without_its_extension_names_what_is_missing(tmp_path, capsys
     ):
         config.write_text(config.read_text().replace("extension: letters", f"extension: {name}"))
         extension._module_extensions.clear()
-        assert fix in refused("convert_to_hf", "a/final", "hf2", "--verify_checkpoint", "false")
+        assert fix in refusal("convert_to_hf", "a/final", "hf2", "--verify_checkpoint", "false")
         config.write_text(config.read_text().replace(f"extension: {name}", "extension: letters"))
 
 
@@ -275,7 +275,7 @@ def test_installed_package_that_exits_is_a_warning(tmp_path, capsys, monkeypatch
     assert "pico-llama" in out and err.replace(warning, "") == "" and warning in err
 
 
-def test_mistakes_are_one_line(tmp_path, refused):
+def test_mistakes_are_one_line(tmp_path, refusal):
     (tmp_path / "empty.py").write_text("")
     (tmp_path / "broken.py").write_text("import not_a_module")
     (tmp_path / "leaves.py").write_text("import sys; sys.exit(0)")
@@ -327,7 +327,7 @@ def test_mistakes_are_one_line(tmp_path, refused):
     }
     for words, message in cases.items():
         extension._module_extensions.clear()
-        assert message in refused("pretrain", "pico-llama", "--train.max_steps", "1", *words.split())
+        assert message in refusal("pretrain", "pico-llama", "--train.max_steps", "1", *words.split())
 
 
 def test_list_plan_help_and_python_know_it(capsys):

@@ -185,14 +185,17 @@ def _installed() -> dict[str, tuple[Extension, str]]:
 @cache
 def _built_in() -> tuple[dict[str, Extension], str]:
     """Return the built-in extensions, and how to get those that cannot be imported."""
-    loaded, missing = {}, []
+    loaded, errors = {}, {}
     for name in BUILT_IN:
         try:
-            loaded[name] = _import_extension(name, name)
-        except UserError as error:
-            missing.append(one_line(error))
-    hint = "this installation is older than its sources: run pip install -e . again" if missing else ""
-    return loaded, f"{'; '.join(missing)}; {hint}" if missing else ""
+            loaded[name] = import_object(f"{name}.EXTENSION")
+        except Exception as error:  # what does not need it must run
+            errors[name] = one_line(error)
+    if not errors:
+        return loaded, ""
+    reason = next(iter(errors.values()))
+    hint = "this installation is older than its sources: run pip install -e . again"
+    return loaded, f"{', '.join(errors)}: cannot be imported ({reason}); {hint}"
 
 
 def missing_built_in() -> str:
@@ -298,7 +301,7 @@ def require_planner(option: str) -> Any:
     """Return the planner that an option needs."""
     planner = load_planner()
     if planner is None:
-        raise UserError(f"{option}: needs an extension with a planner")
+        raise UserError("; ".join(filter(None, [f"{option}: needs an extension with a planner", missing_built_in()])))
     return planner
 
 
