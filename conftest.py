@@ -153,7 +153,10 @@ def refusal(capsys):
         capsys.readouterr()
         assert main([str(word) for word in words]) == 2, words
         *notes, line = capsys.readouterr().err.splitlines(keepends=True)
-        assert line.startswith("toolkit ") and "Traceback (most recent call last):\n" not in notes, [*notes, line]
+        assert line.startswith(("toolkit ", "toolkit: ")) and "Traceback (most recent call last):\n" not in notes, [
+            *notes,
+            line,
+        ]
         return line
 
     return run

@@ -86,25 +86,25 @@ def test_uploads_a_private_repository_with_a_card(trained, tmp_path, capsys):
     assert (resolved["seed"], resolved["train"]["max_steps"], resolved["train"]["epochs"]) == (7, 2, None)
 
 
-def test_second_upload_replaces_the_weights(trained, monkeypatch, capsys):
+def test_second_upload_replaces_the_weights(trained, monkeypatch, refusal):
     folder, server = trained
     with monkeypatch.context() as patch:
         patch.setattr(export_module, "MAX_SHARD_BYTES", 60_000)
         assert main(command(folder, "many", "--private", "false")) == 0
     assert "model.safetensors.index.json" in uploaded(server) and server.is_private == {"me/mine": False}
     server.add("me/mine", uploaded(server) | {"adapter_model.safetensors": b"x"})
-    assert main(command(folder, "one")) == 2
-    assert "--push_to_hub me/mine: exists and is public; give --private false" in capsys.readouterr().err
+    assert "--push_to_hub me/mine: exists and is public; give --private false" in refusal(*command(folder, "one"))
     assert not os.path.exists("one")
     assert main(command(folder, "one", "--private", "false")) == 0
     weights = {name for name in uploaded(server) if "safetensors" in name}
     assert weights == {"model.safetensors", "adapter_model.safetensors"}
     server.is_private["me/mine"] = True
-    assert main(command(folder, "two", "--private", "false")) == 2
-    assert "exists and is private; remove --private false, or another name" in capsys.readouterr().err
+    assert "exists and is private; remove --private false, or another name" in refusal(
+        *command(folder, "two", "--private", "false")
+    )
 
 
-def test_adapters(trained, tmp_path, capsys):
+def test_adapters(trained, tmp_path, capsys, refusal):
     _, server = trained
     _, folder, _ = make(tmp_path / "adapters")
     command = ["convert_to_peft", str(folder), "--push_to_hub", "me/lora"]
@@ -115,8 +115,9 @@ def test_adapters(trained, tmp_path, capsys):
     assert uploaded(server, "me/lora") == contents(tmp_path / "peft") and server.is_private == {"me/lora": True}
     card = (tmp_path / "peft" / "README.md").read_text()
     assert "library_name: peft" in card and 'AutoPeftModelForCausalLM.from_pretrained("me/lora")' in card
-    assert main(["convert_to_peft", str(folder), "x", "--private", "false"]) == 2
-    assert "--private false: has no effect without --push_to_hub" in one_line(capsys)
+    assert "--private false: has no effect without --push_to_hub" in refusal(
+        "convert_to_peft", folder, "x", "--private", "false"
+    )
 
 
 def one_line(capsys) -> str:
@@ -124,20 +125,20 @@ def one_line(capsys) -> str:
     return line
 
 
-def test_refusals_before_converting(trained, monkeypatch, capsys):
+def test_refusals_before_converting(trained, monkeypatch, refusal):
     folder, server = trained
     for name in ("mine", "me/my model", "me/a--b", "me/a.git", "a/b/c", "", "/x"):
-        assert main([*command(folder, "hf"), "--push_to_hub", name]) == 2
-        assert f"--push_to_hub {name}: not a valid hub name; give USER/NAME" in one_line(capsys)
-    assert main(["convert_to_hf", str(folder), "hf", "--private", "false"]) == 2
-    assert "--private false: has no effect without --push_to_hub" in one_line(capsys)
+        assert f"--push_to_hub {name}: not a valid hub name; give USER/NAME" in refusal(
+            *command(folder, "hf"), "--push_to_hub", name
+        )
+    assert "--private false: has no effect without --push_to_hub" in refusal(
+        "convert_to_hf", folder, "hf", "--private", "false"
+    )
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert main(command(folder, "hf")) == 2
-    assert "which disables uploads; unset it" in one_line(capsys)
+    assert "which disables uploads; unset it" in refusal(*command(folder, "hf"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.delenv("HF_TOKEN")
-    assert main(command(folder, "hf")) == 2
-    assert "--push_to_hub me/mine: needs a token that may write; set HF_TOKEN" in one_line(capsys)
+    assert "--push_to_hub me/mine: needs a token that may write; set HF_TOKEN" in refusal(*command(folder, "hf"))
     assert not os.path.exists("hf") and not server.tokens - {"Bearer hf_secret"}
 
 
