@@ -1,5 +1,6 @@
 """Extensions: a module with one of everything, used through the command line as a package's user would."""
 
+import importlib
 import re
 import sys
 import textwrap
@@ -273,6 +274,18 @@ def test_installed_package_that_exits_is_a_warning(tmp_path, capsys, monkeypatch
     out, err = capsys.readouterr()
     warning = "warning: not used: extension exiting: exiting calls sys.exit(0) when it is imported\n"
     assert "pico-llama" in out and err.replace(warning, "") == "" and warning in err
+
+
+def test_metrics_need_the_built_in_extension(refusal, monkeypatch):
+    loaded = {name: one for name, one in extension._built_in()[0].items() if name != "toolkit_metric"}
+    monkeypatch.setattr(extension, "_built_in", lambda: (loaded, "run pip install -e . again"))
+    for option, value in (("metric", "exact_match"), ("tasks", "arc_easy")):
+        assert f"--eval.{option} {value}: run pip install -e . again" in refusal("pretrain", f"--eval.{option}", value)
+
+
+def test_names_that_a_package_lacks():
+    for package in ("toolkit.data", "toolkit.objectives", "toolkit_plan.planner"):
+        assert not hasattr(importlib.import_module(package), "missing")
 
 
 def test_mistakes_are_one_line(tmp_path, refusal):

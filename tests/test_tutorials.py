@@ -218,7 +218,7 @@ def test_metric_page(tmp_path):
     page = (ROOT / "tutorials" / "metric.md").read_text()
     (tmp_path / "my_metrics.py").write_text(re.search(r"```python\n(.*?)```", page, re.S)[1])
     for block in METRIC:
-        if "--eval.tasks" not in block:  # they are on the hub; see tests/training/test_answer_metrics.py
+        if "--eval.tasks" not in block:  # they are on the hub; see extensions/metric/tests/test_answer_metrics.py
             run(block, tmp_path)
     assert (tmp_path / "out" / "capitals" / "best" / "COMPLETE").exists()
     last = read_metrics(tmp_path / "out" / "margins" / "logs" / "metrics.csv")[-1]

@@ -280,7 +280,8 @@ def import_by_name(package: str, paths: Names) -> Callable[[str], Any]:
 
     def get(name: str) -> Any:
         kind = package.rpartition(".")[2]
-        for names in (paths, *(getattr(extension, kind) for extension in _built_in()[0].values())):
+        added = [getattr(extension, kind) for extension in _built_in()[0].values()] if kind in KINDS else []
+        for names in (paths, *added):
             if name in names:
                 return import_object(names[name])
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
@@ -327,9 +328,9 @@ def describe_extensions() -> Iterator[str]:
 
     for origin, extension in extensions().items():
         kinds = [kind for kind in (*KINDS, "commands") if getattr(extension, kind)]
-        names = [f"{kind}: {', '.join(getattr(extension, kind))}" for kind in kinds]
+        names = [f"{kind.replace('_', ' ')}: {', '.join(getattr(extension, kind))}" for kind in kinds]
         number = f" {version(origin)}" if origin in _installed() else ""
-        yield f"{origin}{number} ({'; '.join(names).replace('_', ' ')})"
+        yield f"{origin}{number} ({'; '.join(names)})"
 
 
 def extension_versions() -> dict[str, str]:

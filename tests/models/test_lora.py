@@ -1,4 +1,5 @@
 import dataclasses
+import pickle
 from typing import Any
 
 import pytest
@@ -305,3 +306,8 @@ def test_adapted_model_on_meta():
     names = {name for name, p in adapted.named_parameters() if p.requires_grad}
     assert names == {name for name, _ in adapted.named_parameters() if is_adapter(name)} != set()
     assert plain.state_dict().keys() == {name for name in adapted.state_dict() if not is_adapter(name)}
+
+
+def test_adapted_model_can_be_pickled():
+    model = adapted(query=True)
+    assert torch.equal(pickle.loads(pickle.dumps(model))(tokens()), model(tokens()))

@@ -58,6 +58,11 @@ class AdaptedLayer(nn.Module):
     number = 0
     """Its position among the adapted layers of its block; with ``dropout_bits``, it determines what is dropped."""
 
+    layer_class: Any
+
+    def __reduce__(self) -> tuple[Any, ...]:  # pickle finds classes by name, and not these
+        return _new_adapted, (self.layer_class,), self.__dict__
+
     @property
     def adapters(self) -> list[Adapter]:
         """The adapters in row order."""
@@ -177,7 +182,12 @@ class _PlainLinear(nn.Module):
 def adapted(layer_class: Any) -> type[nn.Module]:
     """Return the class of ``layer_class``'s layers with adapters: of :class:`LoRALinear`, or of its ``adapted_by``."""
     mixin = getattr(layer_class, "adapted_by", LoRALinear)
-    return type(f"LoRA{layer_class.__name__}", (mixin, layer_class, _PlainLinear), {})
+    return type(f"LoRA{layer_class.__name__}", (mixin, layer_class, _PlainLinear), {"layer_class": layer_class})
+
+
+def _new_adapted(layer_class: Any) -> nn.Module:
+    cls = adapted(layer_class)
+    return cls.__new__(cls)
 
 
 def replace_linear(owner: nn.Module, name: str, new_class: Any) -> Any:

@@ -17,7 +17,7 @@ from toolkit.distributed.mesh import data_devices
 from toolkit.distributed.world import detect_world
 from toolkit.dotted_paths import add_cwd_to_path
 from toolkit.errors import UserError, did_you_mean, require_bitsandbytes, require_option, require_package
-from toolkit.extension import missing_built_in, registered, require_planner, run_checks
+from toolkit.extension import all_extensions, missing_built_in, registered, require_planner, run_checks
 from toolkit.io.paths import is_url
 from toolkit.models.families import DEFAULT_MODEL, get_config
 from toolkit.optim import HYBRID_OPTIMIZERS, PACKAGES, TORCH_OPTIMIZERS
@@ -35,10 +35,10 @@ def check_options(args: RunArgs) -> None:
     if not args.out_dir:
         raise UserError("--out_dir '': must not be empty; give a folder")
     check_out_dir(args.out_dir, args.staging_dir)
+    computes_metrics = any("metrics" in each.run_callbacks for origin, each in all_extensions() if origin == "toolkit")
     for name in ("metric", "tasks"):
         value = getattr(args.eval, name)
-        has_built_in = any(entry.origin == "toolkit" for entry in registered("metrics").values())
-        require_option(value is None or has_built_in, f"eval.{name}", value, missing_built_in())
+        require_option(value is None or computes_metrics, f"eval.{name}", value, missing_built_in())
     ratio = args.loraplus_lr_ratio
     require_option(0 < ratio < math.inf, "loraplus_lr_ratio", ratio, "must be greater than zero")
     batch = _known_batch(args)

@@ -109,12 +109,6 @@ class TokenReward(Reward):
     head, row_kind = "token_reward", "compared_tokens"
 
 
-HEADS: dict[HeadName | None, type[Objective]] = {
-    objective.head: objective for objective in (Classification, Reward, TokenReward)
-}
-"""The objective of each head."""
-
-
 def read_scores(
     model: "nn.Module", batch: "Batch", device: "torch.device"
 ) -> "tuple[Tensor, Tensor, dict[str, Tensor]]":
