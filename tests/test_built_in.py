@@ -60,7 +60,7 @@ def results(request, tmp_path_factory, corpus):
     return {blocked: (Path(case.folder), result) for blocked, case, result in found}
 
 
-@pytest.mark.parametrize("blocked", slow_except([ALL, ("toolkit_plan",)], [ALL, *((name,) for name in BUILT_IN)]))
+@pytest.mark.parametrize("blocked", slow_except([ALL], [ALL, *((name,) for name in BUILT_IN)]))
 def test_what_does_not_need_it_is_bit_equal_and_the_rest_says_what_to_do(results, blocked):
     (expected, reference), (folder, result) = results[NONE], results[blocked]
     for line, (code, out, err), (code_before, out_before, err_before) in zip(EQUAL, result, reference, strict=False):

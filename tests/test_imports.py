@@ -467,17 +467,14 @@ def test_rogue_writer_is_named():
     assert not ungated("path.write_text(json.dumps(name)); print(one_line(name), file=sys.stderr)", "")
 
 
-def test_light_modules_import_no_torch_and_a_run_no_trainer_of_lightning():
-    """In one process for all: imports before a command runs must take less than a second, Fabric half as long."""
+def test_light_modules_import_no_torch():
+    """In one process for all: imports before a command runs must take less than a second."""
     code = (
         "import importlib, sys\n"
         f"for name in {LIGHT}:\n"
         "    importlib.import_module(name)\n"
         f"    heavy = {HEAVY} & set(sys.modules)\n"
         "    assert not heavy, f'{name} imports {heavy}'\n"
-        "import toolkit.training.engine\n"
-        "heavy = {'lightning.pytorch', 'torchmetrics.functional', 'scipy', 'transformers'} & set(sys.modules)\n"
-        "assert 'lightning.fabric' in sys.modules and not heavy, f'a run imports {heavy}'\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -21,8 +21,8 @@ BUILT_IN = (
     "toolkit_foreign",
     "toolkit_metric",
     "toolkit_interop",
-    "toolkit_plan",
     "toolkit_align",
+    "toolkit_plan",
 )
 """The modules of the built-in extensions, which are installed with toolkit: extensions/NAME/toolkit_NAME.
 
