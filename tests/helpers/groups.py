@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -41,6 +42,7 @@ def fork_server(_: Any, words: list[str], descriptors: list[int]) -> int:
     if pid := os.fork():
         return pid
     try:
+        forkserver._forkserver._lock = threading.Lock()  # held here by the caller: a rank may start another server
         alive = descriptors[1]  # the read end of a pipe; the server ends when all write ends are closed
         for descriptor in map(int, os.listdir("/dev/fd")):
             with suppress(OSError):  # of the listing itself

@@ -84,9 +84,9 @@ def test_adapters_pass_with_their_dropout(tmp_path):
     rows.write_text("[" + ",".join(f'{{"instruction": "{i}", "output": "{i % 7}"}}' for i in range(100)) + "]")
     flags = [str(talker), "--accelerator", "cpu", "--steps", "2", "--lora_dropout", "0.1", "--resume", "auto"]
     flags += ["--data", "JSON", "--data.json_path", str(rows), "--train.global_batch_size", "4"]
-    # the real command: a forked rank cannot start the forkserver of the single process' data workers
-    out, err = finish(start("-m", "toolkit", "verify_parallel", "finetune_lora", *flags, "--devices", "2"))
-    assert "passed: 2 steps" in out and "--resume auto" in out + err, err
+    run_group(tmp_path, 2, [Case("lora", flags, command="verify_parallel finetune_lora")], [])
+    shown = (tmp_path / "group-of-2-0" / "0.out").read_text()
+    assert "passed: 2 steps" in shown and "--resume auto" in shown
 
 
 @pytest.mark.slow
