@@ -131,7 +131,8 @@ def open_run(
     if checkpointer.sharded and not launch.is_short:
         checkpointer.leaders = disk_leaders(launch.out_dir, world.local_rank == 0, launch.remote is not None)
     added = with_checkpointer(made, checkpointer)
-    all_callbacks = build_callbacks(launch, model, reader.order, callbacks, sampler, stack, checkpointer.leaders, added)
+    leaders = checkpointer.leaders
+    all_callbacks = build_callbacks(launch, objective, model, reader.order, callbacks, sampler, stack, leaders, added)
     if state.resume_from is not None:
         load_callback_states(all_callbacks, state.callbacks, display.message)
     callback_states(all_callbacks)  # fail now if a state cannot be saved

@@ -17,11 +17,12 @@ from toolkit.checkpoints.find import find_checkpoint_dir, head_of
 from toolkit.config.metric_options import MetricArgs
 from toolkit.dotted_paths import add_cwd_to_path
 from toolkit.errors import UserError, require_option
+from toolkit.extension import registered
 from toolkit.io.processes import exchange, start_server
 from toolkit.io.threads import call_with_timeout, run_in_thread
 from toolkit.planning import best_metric
 from toolkit.planning.run_args import RunArgs
-from toolkit_metric.entries import METRICS, Metric, Traits, parse_metrics
+from toolkit_metric.entries import Metric, Traits, parse_metrics
 
 MAX_BYTES = 1 << 20
 """Limit of what a function may print in a call, in bytes."""
@@ -113,7 +114,8 @@ def check_best_by(args: RunArgs, has_callbacks: bool) -> None:
     The names of a user's functions are not known yet.
     """
     metrics = parse_metrics(args.eval.metric)
-    if any(metric.path not in METRICS.values() for metric in metrics):
+    built_in = {entry.path for entry in registered("metrics").values() if entry.origin == "toolkit"}
+    if any(metric.path not in built_in for metric in metrics):
         return
     names = [(metric.path.rpartition(".")[2], metric.suffix) for metric in metrics]
     names += [("choice_norm", suffix) for name, suffix in names if name == "choice"]

@@ -15,7 +15,7 @@ from toolkit.distributed.device import peak_flops
 from toolkit.distributed.private_lightning import FabricModule
 from toolkit.errors import UserError
 from toolkit.io.tempfiles import sweep
-from toolkit.objectives.base import LOSS, checked_parts
+from toolkit.objectives.base import LOSS, Objective, checked_parts
 from toolkit.objectives.inputs import original_module
 from toolkit.planning.best_metric import VAL, BestMetric, direction_of
 from toolkit.training.callbacks.best import EarlyStopping, KeepBest
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 def build_callbacks(
     launch: Launch,
+    objective: Objective,
     model: FabricModule,
     order: SampleOrder,
     user_callbacks: Sequence[Callback],
@@ -84,8 +85,8 @@ def build_callbacks(
     }  # fmt: skip
     of_data = [f"val_loss_{name}" for name in launch.data.val_sources]
     module = original_module(model)
-    parts = {part.name: part.weight for part in checked_parts(args.objective, module) if part.name != LOSS}
-    names_of_parts = [*parts, *args.objective.metric_names(module)]
+    parts = {part.name: part.weight for part in checked_parts(objective, module) if part.name != LOSS}
+    names_of_parts = [*parts, *objective.metric_names(module)]
     of_parts = [f"{VAL}{name}" for name in names_of_parts]
     launch.display.metric_names = metric_names(
         [*columns, *(name for name in of_parts if not parts.get(name.removeprefix(VAL)))]
@@ -93,7 +94,7 @@ def build_callbacks(
     columns = [*of_data, *columns, *parts, *of_parts]
     best = BestMetric.from_options(args.eval)
     if args.eval.best_by != AUTO:
-        is_likelihood, known = args.objective.is_likelihood, args.objective.higher_is_better
+        is_likelihood, known = objective.is_likelihood, objective.higher_is_better
         if launch.data.val is not None and row_count(launch.data.val):
             names = ["val_loss", *of_data, *["val_ppl"] * is_likelihood]
             names += ["val_bpb"] * (is_likelihood and launch.data.tokenizer is not None)
