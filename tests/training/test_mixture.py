@@ -161,7 +161,7 @@ def test_evaluating_rows_that_are_numbered_with_gaps_is_refused(monkeypatch):
     data = Mixture({"a": {"weight": 0.5, "data": SyntheticTokens(10)}, "b": {"weight": 0.5, "data": Endless(10)}})
     model = SimpleNamespace(config=SimpleNamespace(block_size=16, head=None))
     options = EvaluateOptions("", data, "train")
-    checkpoint = SimpleNamespace(load_model=lambda: model, tokenizer=None, options=options)
+    checkpoint = SimpleNamespace(folder=Path(), load_model=lambda: model, tokenizer=None, options=options)
     with pytest.raises(UserError, match="--split train: is not supported with data that defines its sample order; use"):
         evaluate(checkpoint)
 

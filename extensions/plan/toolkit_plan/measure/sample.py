@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from toolkit.data.batch import Batch
 from toolkit.distributed.units import AUTOCAST_DTYPES
-from toolkit.extension import load_registered
+from toolkit.extension import load_registered, registered
 from toolkit.models.attention_kernels import DocumentBounds
 from toolkit.models.config import ModelConfig
 from toolkit.models.context_parallel import ContextGroup
@@ -95,9 +95,10 @@ def objective_of(frozen: Any, config: ModelConfig) -> Objective:
     """Return the objective of a run with or without a frozen model. jsd needs most of the divergences."""
     if config.head is not None:
         return _LastScores()
-    objective = (
-        NextToken() if frozen is None else load_registered("objectives", "Distillation")("", "jsd", temperature=2.0)
-    )
+    if frozen is None or "Distillation" not in registered("objectives"):
+        objective = NextToken()
+    else:
+        objective = load_registered("objectives", "Distillation")("", "jsd", temperature=2.0)
     objective.frozen = frozen
     return objective
 
