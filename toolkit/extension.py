@@ -204,7 +204,7 @@ def missing_built_in() -> str:
 
 
 def is_built_in(cls: type) -> bool:
-    """Whether a class is toolkit's, or that of a built-in extension."""
+    """Whether toolkit or a built-in extension defines a class."""
     return cls.__module__.partition(".")[0] in ("toolkit", *BUILT_IN)
 
 

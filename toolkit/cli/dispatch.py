@@ -100,7 +100,7 @@ def run(name: str, argv: list[str]) -> int:
     except CommandError as error:
         from toolkit.config.dialects import add_origin  # imports what a command line without errors may not need
 
-        missing = "" if is_parsed else missing_built_in()  # an unknown name may be theirs
+        missing = "" if is_parsed else missing_built_in()  # they may define an unknown name
         return _end(program, "; ".join(filter(None, [add_origin(str(error)), missing])), error.exit_code)
     except Exception as error:
         if isinstance(error, OSError) and error.errno in (EPIPE, *NO_SPACE):

@@ -57,7 +57,7 @@ def build_callbacks(
     """Return all callbacks in order: checks, throughput, the user's, outputs, early stopping and best checkpoint.
 
     ``stack`` holds rank 0's lock on the folder until the run ends. ``leaders`` as in :class:`Checkpointer`. ``added``
-    are those of extensions by place.
+    has the callbacks of extensions by place. ``objective`` has its frozen model.
     """
     args, state = launch.args, launch.state
     if launch.is_short:
