@@ -67,7 +67,8 @@ def test_options_without_effect_are_refused(flags, message, capsys):
 
 @pytest.mark.slow
 def test_processes_that_it_starts():
-    process = doctor("--devices", "2", "--comm", "--check_grads")
+    # the real command: a process forked from a rank would have its process group
+    process = start("-m", "toolkit", "doctor", *CPU, "--devices", "2", "--comm", "--check_grads")
     out, err = finish(process)
     assert (process.returncode, err) == (0, "")
     assert len(re.findall(r"^  rank [01] +pid \d+ on \S+, cpu$", out, re.M)) == 2
