@@ -27,6 +27,7 @@ from toolkit import extension
 # when it has used autograd and threads.
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["helpers.preload"])
+SPAWN = forkserver.util.spawnv_passfds
 
 
 @functools.cache
@@ -42,7 +43,9 @@ def fork_server(_: Any, words: list[str], descriptors: list[int]) -> int:
     if pid := os.fork():
         return pid
     try:
-        forkserver._forkserver._lock = threading.Lock()  # held here by the caller: a rank may start another server
+        # A rank may start another server: not with the lock held by the caller, and not forked from its process group.
+        forkserver._forkserver._lock = threading.Lock()
+        forkserver.util.spawnv_passfds = SPAWN
         alive = descriptors[1]  # the read end of a pipe; the server ends when all write ends are closed
         for descriptor in map(int, os.listdir("/dev/fd")):
             with suppress(OSError):  # of the listing itself
