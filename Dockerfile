@@ -5,6 +5,7 @@ RUN apt-get update && apt-get install -y --no-install-recommends gcc g++ git && 
 WORKDIR /opt/toolkit
 COPY pyproject.toml README.md LICENSE constraints.txt overrides.txt ./
 COPY toolkit ./toolkit
+COPY extensions ./extensions
 RUN pip install --no-cache-dir uv \
     && uv pip install --system --no-cache --compile-bytecode -c constraints.txt --override overrides.txt '.[plot,hf,peft,bnb,eval,remote]'
 ENTRYPOINT ["toolkit"]

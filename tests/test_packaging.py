@@ -54,6 +54,10 @@ def test_built_in_extensions_are_in_the_distribution():
     (where,) = re.findall(r"^where = (\[.*?\])", (ROOT / "pyproject.toml").read_text(), re.M | re.S)
     folders = [f"extensions/{name.removeprefix('toolkit_')}" for name in BUILT_IN]
     assert sorted(ast.literal_eval(where)) == sorted([".", *folders])
+    image = re.findall(r"^COPY (.+) \./", (ROOT / "Dockerfile").read_text(), re.M)
+    context = (ROOT / ".dockerignore").read_text().split()
+    for name in ("toolkit", "extensions", "pyproject.toml"):
+        assert name in " ".join(image).split() and f"!{name}" in context, name
 
 
 @pytest.mark.slow
