@@ -5,7 +5,7 @@
     python scripts/leaderboard.py --table
 
 The options after -- are those of `toolkit pretrain`, added to the baseline's; a later one wins. Each run adds a line to
-build/leaderboard.jsonl, and --table prints what is there. The rules are in tutorials/leaderboard.md.
+build/leaderboard.jsonl, and --table prints what is there. The rules are in tutorials/experiments.md.
 """
 
 import argparse

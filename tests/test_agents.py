@@ -15,12 +15,12 @@ from toolkit.ui.loggers import read_metrics
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "AGENTS.md").read_text()
-BLOCKS = [block.replace("\\\n", "") for block in re.findall(r"```bash\n(.*?)```", PAGE, re.S)]
+BLOCKS = re.findall(r"```bash\n(.*?)```", PAGE, re.S)
 
 
 def words_of(text: str) -> list[list[str]]:
     """Return the words of each command of toolkit in blocks of bash or between backticks."""
-    lines = [line.strip().replace("$seed", "1") for line in text.splitlines()]
+    lines = [line.strip().replace("$seed", "1") for line in text.replace("\\\n", "").splitlines()]
     return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("toolkit ")]
 
 

@@ -1,4 +1,4 @@
-"""tutorials/leaderboard.md: its commands parse, and scripts/leaderboard.py compares runs."""
+"""The leaderboard of tutorials/experiments.md: its commands parse, and scripts/leaderboard.py compares runs."""
 
 import importlib.util
 import re
@@ -11,8 +11,10 @@ import pytest
 from toolkit.cli.parser import parse
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "tutorials" / "leaderboard.md").read_text()
-OPTIONS = re.findall(r"^\|.*\| `(--.*?)` \|", PAGE, re.M)
+PAGE = (ROOT / "tutorials" / "experiments.md").read_text()
+LEADERBOARD = PAGE[PAGE.index("## The leaderboard") :]
+LOG = (ROOT / "docs" / "leaderboard.md").read_text()
+OPTIONS = re.findall(r"^\|.*\| `(--.*?)` \|", LEADERBOARD + LOG, re.M)
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +27,7 @@ def script():
 
 def test_commands_parse(script, monkeypatch):
     monkeypatch.chdir(ROOT)
-    commands = [shlex.split(line, comments=True) for block in re.findall(r"```bash\n(.*?)```", PAGE, re.S)
+    commands = [shlex.split(line, comments=True) for block in re.findall(r"```bash\n(.*?)```", LEADERBOARD, re.S)
                 for line in block.replace("\\\n", "").splitlines()]  # fmt: skip
     seen = set()
     for program, name, *options in commands:

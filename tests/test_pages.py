@@ -8,6 +8,7 @@ from helpers.sources import FILES, tokens_of
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "tutorials").glob("*.md"))
+DEVELOPERS = [path for path in sorted((ROOT / "docs").glob("*.md")) if path.name != "api.md"]  # not on the site
 TABLES = {"models.md", "compatibility.md", "reliability.md"}  # generated, and compared with the code by tests
 
 
@@ -24,7 +25,7 @@ def anchors_of(path: Path) -> set[str]:
 
 def test_every_link_and_anchor_exists():
     broken = []
-    for page in [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "AGENTS.md"]:
+    for page in [*PAGES, *ROOT.glob("*.md"), *DEVELOPERS]:
         for target, anchor in re.findall(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)]*))?\)", text_of(page)):
             path = page.parent / target if target else page
             if not path.exists() or (anchor and anchor not in anchors_of(path)):
