@@ -24,7 +24,8 @@ def words_of(text: str) -> list[list[str]]:
     return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("toolkit ")]
 
 
-def test_every_command_parses():
+def test_every_command_parses(monkeypatch):
+    monkeypatch.chdir(ROOT)
     inline = "\n".join(re.findall(r"`(toolkit [^`]*)`", re.sub(r"```.*?```", "", PAGE, flags=re.S)))
     other = re.findall(r"```bash\n(.*?)```", (ROOT / "tutorials" / "experiments.md").read_text(), re.S)
     commands = words_of("\n".join([*BLOCKS, inline, *other]))
