@@ -1,7 +1,6 @@
 """The table of options that are not supported together."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +23,6 @@ from toolkit.planning.compatibility import ROWS, find_conflicts, require_compati
 from toolkit.planning.facts import Facts
 from toolkit.planning.run_args import RunArgs, with_options
 
-PAGE = Path(__file__).parents[2] / "tutorials" / "compatibility.md"
 ARGS = RunArgs(
     command="pretrain",
     data=SyntheticTokens(),
@@ -365,13 +363,11 @@ def test_facts_that_are_not_known_yet_violate_no_row(thunder):
         assert known in ([], [message]) or known[0].startswith(message), known
 
 
-def test_the_table_is_printed_and_in_the_reference(capsys):
+def test_the_table_is_printed(capsys):
     assert main(["plan", "compatibility"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines == [row.message() for row in ROWS] and not any("{" in line for line in lines)
-    page = [line.removeprefix("- ") for line in PAGE.read_text().splitlines() if " with " in line]
-    missing = [line for line in lines if line not in page]
-    assert not missing, "copy the lines of `toolkit plan compatibility`"
+    assert lines == [row.message() for row in ROWS] and len({*lines}) == len(lines) > 90
+    assert not [line for line in lines if "{" in line or "  " in line]
 
 
 def test_options_of_one_device_are_kept_for_several():

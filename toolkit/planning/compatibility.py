@@ -162,7 +162,7 @@ ROWS: tuple[Row, ...] = (
         "use --train.global_batch_size {enough_micro_batches:a multiple}, or a smaller --train.micro_batch_size"),
     Row(_PIPELINE, Use("the {model.n_layer:number of} layers of {model.name:the model}",
                        lambda f: f.uneven_stages),
-        "all {n_stages:} stages have equally many", "use {uneven_stages:a divisor}"),
+        "all {n_stages:N} stages have equally many", "use {uneven_stages:a divisor}"),
     Row(_PIPELINE, _EXPERTS, "the balancing loss is a mean over all layers"),
     Row(_PIPELINE, _FOREIGN_MODEL, "its forward is not divided into stages"),
     Row(_PIPELINE, _OBJECTIVE, "the last stage computes the next-token loss"),
