@@ -1,4 +1,4 @@
-"""The scripts of python.md, and those of torchrun_scripts.md under torchrun, on local data and a small GPT-2."""
+"""The scripts of python.md, the last one under torchrun with fsdp and ddp, on local data and a small GPT-2."""
 
 import json
 import re
@@ -17,17 +17,16 @@ from toolkit.data.tokenizer import train_bpe
 ROOT = Path(__file__).parents[1]
 
 
-def scripts_of(page: str) -> dict[str, str]:
-    text = (ROOT / "tutorials" / f"{page}.md").read_text()
-    return dict(re.findall(r"`(train_\w+\.py)`:\n\n```python\n(.*?)```", text, re.DOTALL))
-
-
-SCRIPTS = scripts_of("torchrun_scripts")
+PAGE = (ROOT / "tutorials" / "python.md").read_text()
+SCRIPTS = dict(re.findall(r"`(train_\w+\.py)`(?:, for a folder of texts)?:\n\n```python\n(.*?)```", PAGE, re.DOTALL))
+FSDP = SCRIPTS["train_fsdp.py"]
+DDP = re.sub(r" *sharding_strategy=.*\n", "", FSDP.replace('strategy="fsdp"', 'strategy="ddp"')).replace(
+    "-fsdp", "-ddp"
+)
 SMALL = 'model_config={"n_layer": 2, "n_embd": 32, "n_head": 2, "block_size": 64}, devices="auto", accelerator="cpu",'
 LOCAL = {
     'repo_id="HuggingFaceFW/fineweb-edu", subset="sample-10BT"': 'path="texts/*.jsonl", cache_dir="cache"',
     'model="gpt2",': f'model="gpt2", {SMALL}',
-    'model="gpt2-xl",': f'model="gpt2-xl", {SMALL}',
     "context_length=1024": "context_length=64",
     "batch_size=16": "batch_size=4",
     "max_steps=1000, log_interval=10": "max_steps=4, log_interval=1",
@@ -59,9 +58,8 @@ def test_page_begins_with_a_run_of_train(workplace, monkeypatch, capsys):
     """The first script as it stands, in 4 steps; test_api.py runs the second one."""
     monkeypatch.chdir(workplace)
     (workplace / "my_texts").symlink_to("texts")
-    scripts = scripts_of("python")
-    assert list(scripts) == ["train_text.py", "train_module.py"]
-    exec(re.sub(r'"max_steps": \d+', '"max_steps": 4', scripts["train_text.py"]), {})
+    assert list(SCRIPTS) == ["train_text.py", "train_module.py", "train_fsdp.py"]
+    exec(re.sub(r'"max_steps": \d+', '"max_steps": 4', SCRIPTS["train_text.py"]), {})
     printed = capsys.readouterr().out
     assert re.search(r"^loss \d+\.\d{3} after 8,192 tokens: out/text/final\n.", printed, re.M)
 
@@ -73,7 +71,7 @@ def test_arguments_of_the_scripts_are_known(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(
         toolkit.Trainer, "fit", lambda trainer, **limits: seen.append(trainer.arguments(**limits)) or result
     )
-    for script in SCRIPTS.values():
+    for script in (DDP, FSDP):
         exec(script, {"__name__": "__main__"})
     ddp, fsdp = seen
     assert (ddp["model"], ddp["strategy"], fsdp["strategy"]) == ("gpt2", "ddp", "fsdp")
@@ -84,7 +82,7 @@ def test_arguments_of_the_scripts_are_known(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_scripts_run_under_torchrun(workplace):
-    for name, script in SCRIPTS.items():
+    for name, script in (("train_ddp.py", DDP), ("train_fsdp.py", FSDP)):
         (workplace / name).write_text(localized(script))
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
         done = subprocess.run([*launcher, name], cwd=workplace, capture_output=True, text=True)

@@ -39,12 +39,13 @@ def commands_of(*names: str) -> list[str]:
 
 
 BLOCKS = commands_of(
-    "distributed", "launching", "elastic", "strategies", "plans", "predicted_speed", "sharded_checkpoints", "cluster",
-    "parallelism", "context_parallel", "pipeline_parallel", "troubleshooting", "slow", "prove", "precision",
+    "distributed", "launching", "strategies", "plans", "predicted_speed", "run_files", "cluster",
+    "parallelism", "troubleshooting", "slow", "prove", "precision",
 )  # fmt: skip
-FINETUNE, CONVERT = commands_of("finetune", "finetune_modes"), commands_of("convert", "export")
+FINETUNE, CONVERT = commands_of("finetune", "finetune_modes"), commands_of("convert")
 PREFERENCES, METRIC = commands_of("preferences", "heads"), commands_of("metric")
 EXPERTS = commands_of("experts")
+SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 OTHER_TOOLS = [f"from_{tool}" for tool in ("litgpt", "trl", "axolotl", "nanogpt", "torchtitan", "torchtune")]
 # installs nothing: what the page installs must be there
 PIP = """\
@@ -290,12 +291,12 @@ def test_conversion_page_runs_from_top_to_bottom(tmp_path):
     gguf_file()
     (tmp_path / "scripts").symlink_to(ROOT / "scripts")
     add_commands(tmp_path, {"pip": PIP})
-    run("python scripts/smollm2_to_hf.py smollm2", tmp_path)
+    run("python scripts/smollm2_to_hf.py hub && toolkit convert_from_hf hub checkpoints/" + SMOLLM2, tmp_path)
     for block in CONVERT:
         if "toolkit download" not in block and "--push_to_hub" not in block:  # their tests have a hub
             done = run(block, tmp_path)
             print(block, done.stdout, done.stderr, sep="\n")
-    first, again = (tmp_path / "out" / name / "model.safetensors" for name in ("hf", "again"))
+    first, again = (tmp_path / "out" / name / "model.safetensors" for name in ("smollm2-hf", "again-hf"))
     assert first.read_bytes() == again.read_bytes()
 
 
@@ -303,7 +304,7 @@ def test_conversion_page_runs_from_top_to_bottom(tmp_path):
 def test_serving_page(tmp_path):
     """As it stands, but on a free port."""
     pytest.importorskip("starlette"), pytest.importorskip("openai")
-    make_talker(tmp_path / "checkpoints" / "smollm2", block_size=128)
+    make_talker(tmp_path / "checkpoints" / SMOLLM2, block_size=128)
     add_commands(tmp_path, {"pip": "true"})
     start, ask = commands_of("serve")
     code = re.search(r"```python\n(.*?)```", (ROOT / "tutorials" / "serve.md").read_text(), re.S)[1]
@@ -313,7 +314,7 @@ def test_serving_page(tmp_path):
         command, cwd=tmp_path, env=os.environ | {"PATH": path}, stderr=subprocess.PIPE, text=True
     )  # fmt: skip
     try:
-        port = re.match(r"http://127\.0\.0\.1:(\d+)/v1 serves checkpoints/smollm2 on ", server.stderr.readline())[1]
+        port = re.match(rf"http://127\.0\.0\.1:(\d+)/v1 serves {SMOLLM2} on ", server.stderr.readline())[1]
         answer = json.loads(run(ask.replace("8000", port), tmp_path).stdout)
         (tmp_path / "client.py").write_text(code.replace("8000", port))
         assert run("python client.py", tmp_path).stdout == answer["choices"][0]["message"]["content"] != ""

@@ -52,7 +52,7 @@ def test_yaml_flags_and_python_give_the_same_mixture(tmp_path):
 
 
 def test_page_shows_a_mixture():
-    page = (Path(__file__).parents[2] / "tutorials" / "mixture.md").read_text()
+    page = (Path(__file__).parents[2] / "tutorials" / "streaming.md").read_text()
     shown = yaml.safe_load(re.search(r"```yaml\n(data:.*?)```", page, re.S)[1])["data"]
     assert shown["class_path"] == "Mixture" and Mixture(**shown["init_args"]).sources_by_name.keys() == {"web", "code"}
 

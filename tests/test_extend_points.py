@@ -1,4 +1,4 @@
-"""tutorials/extend_formats.md: its importer, its dialect and its exporter, as they are written."""
+"""tutorials/extend_points.md: its command, importer, dialect and exporter, as they are written."""
 
 import importlib
 import json
@@ -13,10 +13,13 @@ import torch
 import toolkit
 from toolkit import extension
 from toolkit.checkpoints.weights import save_weights
+from toolkit.cli import main
 from toolkit.cli.parser import parse
+from toolkit.commands import all_commands
 from toolkit.models.gpt import GPT
 
-PAGE = (Path(__file__).parents[1] / "tutorials" / "extend_formats.md").read_text()
+INSTALLED = extension._installed  # before conftest.py replaces it
+PAGE = (Path(__file__).parents[1] / "tutorials" / "extend_points.md").read_text()
 
 
 @pytest.fixture
@@ -24,11 +27,24 @@ def acme(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])  # the extension adds this folder
     monkeypatch.setattr(extension, "_module_extensions", {})
-    files = ("acme.py", "acme_formats.py", "acme_numpy.py")
+    files = ("counting_words.py", "acme.py", "acme_formats.py", "acme_numpy.py")
     for name, block in zip(files, re.findall(r"```python\n(.*?)```", PAGE, re.S), strict=True):
         Path(name).write_text(block)
         monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)
     extension.add_extensions(["acme"])
+
+
+def test_command_of_the_page(acme, monkeypatch, capsys, request):
+    """In an installed package."""
+    all_commands.cache_clear()
+    request.addfinalizer(all_commands.cache_clear)
+    Path("words-1.0.dist-info").mkdir()
+    Path("words-1.0.dist-info/METADATA").write_text("Name: words\nVersion: 1.0\n")
+    Path("words-1.0.dist-info/entry_points.txt").write_text("[toolkit.extensions]\nwords = counting_words\n")
+    monkeypatch.syspath_prepend(Path.cwd())
+    monkeypatch.setattr(extension, "_installed", INSTALLED.__wrapped__)
+    Path("notes.txt").write_text("a few words of text")
+    assert main(["count_words", "notes.txt", "--minimum", "3"]) == 0 and capsys.readouterr().out == "3\n"
 
 
 def test_importer_and_exporter_of_the_page(acme):
