@@ -7,7 +7,7 @@ Every figure comes from a process of the real product: `toolkit pretrain`, `litg
 the same random tokens, with the same number of threads, optimizer, and glibc settings (keep freed memory). Runs are
 interleaved (A B C A B C ...), so that machine slowdowns affect all products; ratios are computed within each round.
 Each run is printed when it ends, and the table at the end. `--matrix` runs all benchmarks of this folder, see
-benchmark_matrix.py. benchmark_products.py runs the products; tutorials/benchmarking.md describes how to create the peer
+benchmark_matrix.py. benchmark_products.py runs the products; docs/benchmarking.md describes how to create the peer
 environments.
 """
 
@@ -46,10 +46,10 @@ PRECISIONS = ["32-true", "bf16-true", "bf16-master", "bf16-mixed", "16-mixed"]
 VOCAB_SIZE = 8192  # for models without a vocab_size
 LITGPT_ENVIRONMENT = (
     "create an environment with litgpt, requests, boto3, obstore, tifffile and `pip install --no-deps litdata`, "
-    "see tutorials/benchmarking.md, and specify its Python: --litgpt_python PATH"
+    "see docs/benchmarking.md, and specify its Python: --litgpt_python PATH"
 )
 TRANSFORMERS_ENVIRONMENT = (
-    "create an environment with torch, transformers and accelerate, see tutorials/benchmarking.md, and specify its "
+    "create an environment with torch, transformers and accelerate, see docs/benchmarking.md, and specify its "
     "Python: --transformers_python PATH"
 )
 

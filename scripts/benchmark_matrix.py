@@ -4,7 +4,7 @@
     python scripts/benchmark.py --matrix --only preparation,startup --quick
 
 Each part runs a script of this folder in a separate process. Parts and peers that cannot run are listed with the
-reason. tutorials/benchmarking.md describes the environments of the peers.
+reason. docs/benchmarking.md describes the environments of the peers.
 """
 
 import argparse

@@ -41,7 +41,7 @@ Every file of [config_hub](../config_hub) with its command. Only the last column
 
 - Planned memory is per device, from `toolkit plan`; with `--accelerator cpu` where the hardware is CPU cores, without
   Python and its libraries (about 0.5 GB, which the measured memory includes).
-- The predicted time comes from `toolkit plan ... --speed GPU` ([how, and how far off](predicted_speed.md)), on a GPU
+- The predicted time comes from `toolkit plan ... --speed GPU` ([how, and how far off](plans.md#how-fast-will-it-be)), on a GPU
   with the memory that the file is for; CPUs are not predicted. In finetuning it is an upper bound: all samples as long
   as `--train.max_seq_length`.
 

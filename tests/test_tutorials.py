@@ -39,7 +39,7 @@ def commands_of(*names: str) -> list[str]:
 
 
 BLOCKS = commands_of(
-    "distributed", "launching", "strategies", "plans", "predicted_speed", "run_files", "cluster",
+    "distributed", "launching", "strategies", "plans", "run_files", "cluster",
     "parallelism", "troubleshooting", "slow", "prove", "precision",
 )  # fmt: skip
 FINETUNE, CONVERT = commands_of("finetune", "finetune_modes"), commands_of("convert")

@@ -296,7 +296,7 @@ def test_orthogonalization_of_muon_takes_time():
     assert orthogonalization_flops(setup, stored) == sum(op.flops for op in trace.ops) > 0
 
 
-# ---- against measurements on an H100 (tutorials/predicted_speed.md)
+# ---- against measurements on an H100 (docs/predictions.md)
 
 CHUNK_MS = (163 + 116 + 108) / 48
 """The three products of a chunk of GPT-2's head, 4,096 rows: 48 calls of each kernel in the profile."""
@@ -315,7 +315,7 @@ def test_the_compiled_loss_reads_the_logits_several_times():
 
 @pytest.mark.slow
 def test_short_rows_of_lora_wait_for_launches():
-    """The figures of tutorials/measured_lora.md: micro-batches of 4 rows of SmolLM2-135M."""
+    """The figures of tutorials/performance.md: micro-batches of 4 rows of SmolLM2-135M."""
 
     def micro_step(length: int, is_compiled: bool = False, is_packed: bool = False) -> tuple[int, float, float]:
         given = {"lora": LoRAConfig(), "precision": "bf16-true", "accumulation": 4, "packed": is_packed}

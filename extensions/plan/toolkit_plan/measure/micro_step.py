@@ -1,7 +1,7 @@
 """Predict the time of a micro-step: a roofline over the operators that the run dispatches.
 
 An operator takes the maximum of bytes / memory bandwidth and FLOPs / rate of its kind, and the time to start a kernel.
-tutorials/predicted_speed.md compares predictions with measurements and published figures.
+docs/predictions.md compares predictions with measurements and published figures.
 """
 
 from toolkit.distributed.gpus import GpuSpec
