@@ -36,22 +36,20 @@ GROUPS = {
 HEAD = """\
 # Recipes
 
-Every file of [config_hub](../config_hub) with its command. Only the last column is measured; where it says
-"prediction", nobody has sent a measurement yet.
+Every file of [config_hub](../config_hub) with its command. Memory and time are predictions of `toolkit plan`
+([how far off](plans.md#how-fast-will-it-be)); the last column is measured, or says "prediction".
 
-- Planned memory is per device, from `toolkit plan`; with `--accelerator cpu` where the hardware is CPU cores, without
-  Python and its libraries (about 0.5 GB, which the measured memory includes).
-- The predicted time comes from `toolkit plan ... --speed GPU` ([how, and how far off](plans.md#how-fast-will-it-be)), on a GPU
-  with the memory that the file is for; CPUs are not predicted. In finetuning it is an upper bound: all samples as long
-  as `--train.max_seq_length`.
+- **Memory** is per device. Files for CPU cores are planned on a CPU, without Python and its libraries (about 0.5 GB, in
+  the measured memory); on a GPU they need about 0.6 GB more, for CUDA's context.
+- **Time** is for a GPU with the memory that the file is for. In finetuning it is an upper bound: all samples as long as
+  `--train.max_seq_length`.
 
 To add a measurement, run the command, then `python scripts/write_recipes.py --add OUT_DIR FILE --hardware "one RTX
 4090"`, and open a pull request with the new file of `config_hub/measured` and this page.
 """
 COLUMNS = "| command | hardware | planned memory | predicted time | measured |\n|---|---|---|---|---|\n"
 END = """
-The logs of the measurements are in `config_hub/measured`: figures, commit, versions, and the
-rows of `metrics.csv` with a validation. `python scripts/write_recipes.py` writes this page; a test compares it.
+`config_hub/measured` has the logs of the measurements. `python scripts/write_recipes.py` writes this page.
 """
 
 
