@@ -170,6 +170,12 @@ def test_progress_is_visible_without_a_terminal(hub, exported, capfd):
     assert re.match(r"downloading org/tiny at commit \w+: 6 files, [\d,]+ bytes\nconverting org/tiny to", out)
     assert "Fetching 6 files: 100%" in err
 
+    hub.asked.clear()
+    assert main(["download", "org/tiny"]) == 0 and not hub.asked
+    assert capfd.readouterr().out == "checkpoints/org/tiny exists; to download it again, remove it\n"
+    for flags in (["--dtype", "float32"], ["--revision", "v2"], ["--tokenizer_only"]):
+        assert main(["download", "org/tiny", *flags]) == 2
+
 
 def test_broken_connection_resumes_within_the_file(hub, exported, monkeypatch):
     one, _, model = exported

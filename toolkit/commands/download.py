@@ -23,7 +23,7 @@ def setup(
     Args:
         repo_id: The model's name on the hub, such as HuggingFaceTB/SmolLM2-135M-Instruct.
         out_dir: The new folder; an existing one must be empty. Default: checkpoints/<repo_id>, where commands find it
-            by repo_id.
+            by repo_id; an existing model there is left as it is.
         revision: A branch, a tag or a commit; download.yaml records the commit.
         dtype: Dtype of the weights. Default: unchanged.
         convert: Convert to a checkpoint folder; false keeps the files as they are on the hub.
@@ -35,11 +35,15 @@ def setup(
     if tokenizer_only and not convert:
         raise UserError("--convert false: has no effect with --tokenizer_only; remove it")
 
+    target = Path(out_dir or f"checkpoints/{repo_id}")
+    is_default = convert and revision == "main" and not (out_dir or dtype or tokenizer_only)
+    if is_default and (target / "model_config.yaml").is_file():
+        return print(f"{target} exists; to download it again, remove it")
+
     import torch
 
     from toolkit.checkpoints.hf.hub import download
 
-    target = Path("checkpoints") / repo_id if out_dir is None else Path(out_dir)
     torch_dtype = None if dtype is None else getattr(torch, dtype)
     for line in download(repo_id, target, revision, torch_dtype, convert, tokenizer_only):
         notice(line)
