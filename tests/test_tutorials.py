@@ -40,7 +40,7 @@ def commands_of(*names: str) -> list[str]:
 
 BLOCKS = commands_of(
     "distributed", "launching", "strategies", "plans", "run_files", "cluster",
-    "parallelism", "troubleshooting", "slow", "precision",
+    "parallelism", "troubleshooting", "precision",
 )  # fmt: skip
 FINETUNE, CONVERT = commands_of("finetune", "finetune_modes"), commands_of("convert")
 PREFERENCES, METRIC = commands_of("preferences", "heads"), commands_of("metric")
@@ -121,7 +121,7 @@ def test_commands_of_the_tutorial(block, workplace):
 
 def test_troubleshooting_page_names_options_that_exist():
     page = "".join(
-        (ROOT / "tutorials" / f"{name}.md").read_text() for name in ("troubleshooting", "slow", "popular_guides")
+        (ROOT / "tutorials" / f"{name}.md").read_text() for name in ("troubleshooting",)
     )
     setups = [command.load() for command in all_commands().values()]
     known = {option for setup in setups for option in CommandOptions(setup).options()}
