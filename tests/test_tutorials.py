@@ -131,7 +131,7 @@ def test_troubleshooting_page_names_options_that_exist():
 
 def test_every_finetuning_and_conversion_command_parses(tmp_path, monkeypatch):
     """Parsing only: the commands of the page record their arguments instead of running."""
-    nothing = dict.fromkeys(("pip", "python", "head", "tail"), "true")
+    nothing = dict.fromkeys(("pip", "python", "head", "tail", "curl"), "true")
     record = {"toolkit": 'printf "%s\\0" "$@" "" >> "$ARGUMENTS"'}
     record["torchrun"] = 'until [ "$1" = toolkit ]; do shift; done; exec "$@"'
     add_commands(tmp_path, nothing | record)
