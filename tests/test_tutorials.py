@@ -120,9 +120,7 @@ def test_commands_of_the_tutorial(block, workplace):
 
 
 def test_troubleshooting_page_names_options_that_exist():
-    page = "".join(
-        (ROOT / "tutorials" / f"{name}.md").read_text() for name in ("troubleshooting",)
-    )
+    page = (ROOT / "tutorials" / "troubleshooting.md").read_text()
     setups = [command.load() for command in all_commands().values()]
     known = {option for setup in setups for option in CommandOptions(setup).options()}
     named = set(re.findall(r"--([a-z_]+(?:\.[a-z_]+)?)", page))
