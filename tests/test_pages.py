@@ -9,7 +9,7 @@ from helpers.sources import FILES, tokens_of
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "tutorials").glob("*.md"))
 DEVELOPERS = [path for path in sorted((ROOT / "docs").glob("*.md")) if path.name != "api.md"]  # not on the site
-TABLES = {"models.md", "reliability.md"}  # generated, and compared with the code by tests
+TABLES = {"models.md"}  # generated, and compared with the code by tests
 
 
 def text_of(path: Path) -> str:

@@ -130,8 +130,8 @@ def toolkit(*words: str) -> Result:
 
 WAY = Way(
     "corruption",
-    "a flipped bit or a lost end of any file of a run or of its data is named or does no harm: each command that "
-    "reads a damaged model ends with code 2",
+    "a flipped bit or a lost end of any file of a run or of its data is named or does no harm; commands that read a "
+    "damaged model end with code 2",
     "S1, S4",
     lambda: KINDS,
     seeds,

@@ -48,8 +48,8 @@ def trial(kind: str, seed: int, folder: Path) -> bool:
 
 WAY = Way(
     "disks",
-    "a write that fails (disk full, input/output error, read-only, quota) or is short, once or from then on, ends the "
-    "run in one line that names the path, or does no harm; it then resumes bit-equal",
+    "a write that fails (disk full, I/O error, read-only, quota) or is short, once or from then on, ends the run in "
+    "one line that names the path, or does no harm; it resumes bit-equal",
     "S1, S2",
     lambda: KINDS,
     seeds,

@@ -56,7 +56,7 @@ def trial(kind: str, call: int, folder: Path) -> int:
 
 WAY = Way(
     "kill-calls",
-    "a run killed at any file-system call, and again in its resume, ends with bit-equal weights, state and metrics",
+    "a run killed at any file-system call, and again in its resume, ends bit-equal",
     "S1, S2",
     lambda: KINDS,
     seeds,

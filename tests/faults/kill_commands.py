@@ -169,7 +169,7 @@ def differences(seen: Files, expected: Files) -> list[str]:
 WAY = Way(
     "kill-commands",
     "a conversion, merge, consolidation or preparation killed at any file-system call leaves complete files or none; "
-    "repeated, and killed again, it ends with the same bytes",
+    "repeated, it ends with the same bytes",
     "S1, S5",
     lambda: COMMANDS,
     seeds,

@@ -45,7 +45,7 @@ def trial(kind: str, seed: int, folder: Path) -> int:
 
 WAY = Way(
     "kill-random",
-    "a run killed at random instants, again and again, ends with bit-equal weights, state and metrics",
+    "a run killed at random instants, again and again, ends bit-equal",
     "S1, S2",
     lambda: KINDS,
     seeds,
