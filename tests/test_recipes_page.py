@@ -8,6 +8,7 @@ import shlex
 import sys
 from pathlib import Path
 
+import plan_table
 import pytest
 from test_config_hub import FILES, PRESETS
 
@@ -72,3 +73,11 @@ def test_page_is_what_the_plan_says(script, monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "path", [str(ROOT), *sys.path])
     assert script.render() == PAGE.read_text(), "run: python scripts/write_recipes.py"
+
+
+@pytest.mark.slow
+def test_readme_has_the_plans_and_what_was_measured():
+    assert plan_table.table() in (ROOT / "README.md").read_text(), "run: python scripts/plan_table.py"
+    page = (ROOT / "tutorials" / "performance.md").read_text()
+    measured = [figures for *_, figures in plan_table.ROWS if figures]
+    assert measured and all(re.search(rf"\| {speed:,} \| .* \| {gb} GB \|", page) for gb, speed in measured)
