@@ -40,7 +40,7 @@ def commands_of(*names: str) -> list[str]:
 
 BLOCKS = commands_of(
     "distributed", "launching", "strategies", "plans", "run_files", "cluster",
-    "parallelism", "troubleshooting", "precision",
+    "parallelism", "troubleshooting", "performance", "precision",
 )  # fmt: skip
 FINETUNE, CONVERT = commands_of("finetune", "finetune_modes"), commands_of("convert")
 PREFERENCES, METRIC = commands_of("preferences", "heads"), commands_of("metric")
