@@ -26,21 +26,18 @@ HEAD = """\
 # Models
 
 Models that toolkit imports from and exports to Hugging Face. The architecture is read from `config.json`, so the name
-of the folder does not matter. The names at the end of this page are for training from scratch (`toolkit pretrain NAME`)
-and planning (`toolkit plan NAME`). For the multimodal Gemma 3 (`model_type` gemma3), Mistral Small 3.1 and Ministral 3
-(mistral3), the text model is imported. Not supported: Qwen3-Next (linear attention); for unsupported variants of the
-types below, see [convert.md](convert.md#from-a-folder). To add a family, see [extend_family.md](extend_family.md).
+of the folder does not matter. Of the multimodal Gemma 3 (`model_type` gemma3), Mistral Small 3.1 and Ministral 3
+(mistral3), the text model is imported. Not supported: Qwen3-Next (linear attention), and
+[variants](convert.md#from-a-folder) of the types below. To add a family: [extend_family.md](extend_family.md).
 
-Every model type below is tested on random weights in both directions: logits equal to transformers' in fp32 and bf16,
-also with a KV cache and with packed documents, a bit-exact round trip of the weights, and one step of full finetuning
-and of LoRA, each with an export. The second column lists the differences from a Llama; the third lists features that
-the tests cover both with and without. The error is the largest difference of the fp32 logits from transformers',
-relative to the largest logit, over all tested shapes.
+Every type is tested on random weights in both directions: logits equal to transformers' in fp32 and bf16, also with a
+KV cache and packed documents, a bit-exact round trip of the weights, and one step of full finetuning and of LoRA. The
+error is the largest difference of the fp32 logits from transformers', relative to the largest logit, over all tested
+shapes.
 
 For models with experts, the training loss includes the load-balancing loss, multiplied by
-`--model_config.router_aux_loss_coef` (0 disables it). The printed and logged training loss includes it; the validation
-loss does not. The widths of a model with experts, `n_embd` and `moe_intermediate_size` (or `intermediate_size`), must
-be multiples of 8, because the products of all experts are computed in one kernel, which needs aligned rows.
+`--model_config.router_aux_loss_coef` (0 disables it); the validation loss does not. Their widths, `n_embd` and
+`moe_intermediate_size` (or `intermediate_size`), must be multiples of 8.
 
 | `model_type` | differences from Llama | tested with and without | names | shapes | error |
 |---|---|---|---:|---:|---:|
@@ -51,11 +48,8 @@ CPU.
 
 ## Names
 
-"""
-FURTHER = """\
-## Aliases
-
-Other models with the same architecture, listed after the name above that they resolve to.
+For training from scratch (`toolkit pretrain NAME`) and planning (`toolkit plan NAME`). {n_aliases} further names, such as
+`Llama-3.1-8B-Instruct`, stand for the same architectures.
 
 """
 
@@ -178,18 +172,10 @@ def render(errors: dict[str, str], versions: dict[str, str]) -> str:
         some = dict.fromkeys(name for f in found for name in f if name not in always)
         page += f"| `{kind}` | {', '.join(always) or 'none'} | {', '.join(some)} | {len(names[kind])} "
         page += f"| {len(found)} | {errors.get(kind, '')} |\n"
-    page += END.format(**versions)
+    page += END.format(**versions, n_aliases=len(list_aliases()))
     for kind in filter(names.get, FAMILIES):
         listed = ", ".join(f"`{name}`" for name in names[kind])
         page += textwrap.fill(f"**{kind}**: {listed}", 120, break_on_hyphens=False, break_long_words=False) + "\n\n"
-    page += FURTHER
-    for kind in filter(names.get, FAMILIES):
-        same = {name: [a for a in list_aliases() if get_config(a).name == name] for name in names[kind]}
-        listed = "; ".join(
-            f"`{name}`: " + ", ".join(f"`{alias}`" for alias in aliases) for name, aliases in same.items() if aliases
-        )
-        if listed:
-            page += textwrap.fill(f"**{kind}** {listed}", 120, break_on_hyphens=False, break_long_words=False) + "\n\n"
     return page.rstrip("\n") + "\n"
 
 
