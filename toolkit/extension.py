@@ -49,7 +49,7 @@ class Command:
         help: One line for ``toolkit --help``.
         positionals: Parameters whose flag may be omitted, in order.
         example: A command line for the help.
-        after: The command that precedes it in ``toolkit --help``. Default: it is listed last.
+        after: The command that precedes it in its group of ``toolkit --help``. Default: listed last, as an extension.
         wraps_training: Whether it takes a training command and its options, as in ``toolkit NAME pretrain ...``. The
             parameters of ``setup`` are ``command``, and the training command's options as ``run``.
         other_words: Words that may stand in place of that training command.

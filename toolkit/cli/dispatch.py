@@ -6,15 +6,17 @@ import io
 import math
 import os
 import resource
+import shutil
 import signal
 import sys
+import textwrap
 import threading
 import traceback
 from errno import EPIPE
 from importlib.abc import MetaPathFinder
 from typing import Any, TextIO, cast
 
-from toolkit.commands import COMMANDS, all_commands
+from toolkit.commands import COMMANDS, GROUPS, all_commands
 from toolkit.config import other_tools
 from toolkit.config.checks import print_once
 from toolkit.distributed.rendezvous import report_failure
@@ -57,8 +59,17 @@ def dispatch(argv: list[str]) -> int:
     if name in COMMANDS or name in all_commands():
         return run(name, rest)
     if name in ("-h", "--help"):
-        print("usage: toolkit COMMAND [--option value ...] | toolkit COMMAND --help | toolkit --version\n")
-        print("\n".join(f"  {name:16} {command.help}" for name, command in all_commands().items()))
+        commands, columns = all_commands(), shutil.get_terminal_size().columns
+        width = max(map(len, commands))
+        others = [name for name, c in commands.items() if name not in COMMANDS and c.after not in commands]
+        groups = dict.fromkeys(others[:1], "Extensions") | GROUPS
+        usage = "usage: toolkit COMMAND [--option value ...] | COMMAND --help | --version"
+        print(textwrap.fill(usage, columns, break_long_words=False))
+        for name, command in commands.items():
+            if name in groups:
+                print(f"\n{groups[name]}")
+            line, indent = f"  {name:{width}} {command.help}", " " * (width + 3)
+            print(textwrap.fill(line, columns, subsequent_indent=indent, break_long_words=False))
     elif name == "--version":
         print(f"toolkit {importlib.import_module('toolkit').__version__}")
     else:

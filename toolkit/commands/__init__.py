@@ -30,10 +30,15 @@ _COMMANDS = {
     "merge_lora": ("checkpoint_dir", "merge adapters into the weights"),
     "verify": ("checkpoint_dir", "verify the checksums of a checkpoint"),
     "consolidate": ("checkpoint_dir out_dir", "merge the shards of a checkpoint"),
+    "average": ("out_dir", "average the weights of checkpoints"),
     "schema": ("command", "print the JSON Schema of a command's YAML files"),
     "completion": ("shell", "print a completion script for bash, zsh or fish"),
-    "average": ("out_dir", "average the weights of checkpoints"),
 }
+GROUPS = {
+    "pretrain": "Train", "prepare_data": "Plan and check", "generate": "Use a model", "download": "Convert",
+    "verify": "Checkpoints", "schema": "Command line",
+}  # fmt: skip
+"""The groups of the help, by their first command."""
 _CHECK_FOLDER = (*TRAINING, "verify", "consolidate")
 COMMANDS: dict[str, Command] = {
     name: Command(

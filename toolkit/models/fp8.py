@@ -47,6 +47,12 @@ def require_fp8(kind: str, device: str, checks_gpu: bool = True) -> None:
     require_option(device != "mps" and not is_older, "train.fp8", kind, hint)
 
 
+def hide_torchao_warnings() -> None:
+    """Hide what torchao logs when it is imported: missing C++ extensions, a deprecated registration."""
+    for logger in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(logger).setLevel(logging.ERROR)
+
+
 def convert_to_fp8(model: GPT, kind: str, device: str, pads_tokens: bool = False) -> None:
     """Replace the linear layers of the blocks in place. Names and weights do not change.
 
@@ -59,8 +65,7 @@ def convert_to_fp8(model: GPT, kind: str, device: str, pads_tokens: bool = False
     names = [name for name, fits in fp8_layers(model).items() if fits]
     hint = f"no layer has sizes that are multiples of {SIZE_MULTIPLE}; use none"
     require_option(bool(names), "train.fp8", kind, hint)
-    for logger in ("torchao", "torch.utils._pytree"):  # on import: missing C++ extensions, a deprecated registration
-        logging.getLogger(logger).setLevel(logging.ERROR)
+    hide_torchao_warnings()
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = Float8LinearConfig.from_recipe_name(kind)

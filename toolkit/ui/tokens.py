@@ -19,14 +19,13 @@ MASKED = ("dim", "")
 def print_inspection(inspection: dict[str, Any], console: Console | None = None) -> None:
     """Print the result of :func:`toolkit.data.inspection.inspect_rows`, by default on standard output."""
     console = console or Console(file=unescaped(sys.stdout), highlight=False, markup=False, emoji=False)
-    color = console.color_system is not None and not console.no_color
+    color, is_file = console.color_system is not None and not console.no_color, not console.is_terminal
     for number, sample in enumerate(inspection["samples"], 1):
         tokens = sample["tokens"]
         share = f"{sum(token['trained'] for token in tokens):,} of {len(tokens):,} tokens trained"
-        console.print(
-            Text.assemble((f"Sample {number}", "bold"), f": {visible(sample['where'])}: {share}"), soft_wrap=True
-        )
-        console.print(colored(tokens) if color else Text(bracketed(tokens, console.encoding)), soft_wrap=not color)
+        title = Text.assemble((f"Sample {number}", "bold"), f": {visible(sample['where'])}: {share}")
+        console.print(title, soft_wrap=is_file)
+        console.print(colored(tokens) if color else Text(bracketed(tokens, console.encoding)), soft_wrap=is_file)
         console.print()
     if inspection["samples"]:
         legend = (" trained ", TRAINED[0]), " ", ("not trained", MASKED[0]), "; shades separate tokens"
@@ -34,10 +33,10 @@ def print_inspection(inspection: dict[str, Any], console: Console | None = None)
         console.print(Text.assemble(*legend) if color else Text(plain))
         console.print()
     for name, value in _lines(inspection["counts"]):
-        console.print(Text(f"{name:20} {value}"), soft_wrap=True)
+        console.print(Text(f"{name:20} {value}"), soft_wrap=is_file)
     for number, sample in enumerate(inspection["longest"]):
         name = "" if number else "longest samples"
-        console.print(Text(f"{name:20} {sample['tokens']:,} tokens: {visible(sample['where'])}"), soft_wrap=True)
+        console.print(Text(f"{name:20} {sample['tokens']:,} tokens: {visible(sample['where'])}"), soft_wrap=is_file)
 
 
 def _lines(counts: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -8,7 +8,7 @@ EXTENSION = Extension(
             "toolkit_doctor.commands.doctor",
             "print the environment, check communication and gradients",
             example="toolkit doctor --comm --check_grads --devices 2",
-            after="report",
+            after="plan",
             is_distributed=True,
         ),
         "verify_parallel": Command(

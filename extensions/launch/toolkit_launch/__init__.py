@@ -8,7 +8,7 @@ EXTENSION = Extension(
             "toolkit_launch.command",
             "write a file that starts a training command on a cluster",
             positionals=("format",),
-            after="plan",
+            after="report",
             takes_training=True,
         )
     },

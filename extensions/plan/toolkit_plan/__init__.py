@@ -9,7 +9,7 @@ EXTENSION = Extension(
             "toolkit_plan.command",
             "show batch, parameters and memory of a run",
             positionals=("command",),
-            after="merge_lora",
+            after="inspect_data",
             wraps_training=True,
             other_words=("compatibility",),
         )

@@ -8,7 +8,7 @@ EXTENSION = Extension(
             "toolkit_report.command",
             "write a page about one or several runs",
             positionals=("run_dirs",),
-            after="launch",
+            after="finetune_lora",
             takes_list=True,
         )
     },

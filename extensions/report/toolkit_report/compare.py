@@ -20,11 +20,14 @@ _NOT_COMPARED = ("seed", "out_dir", "staging_dir")
 def compare(runs: Sequence[RunFacts]) -> dict[str, Any]:
     """Compare runs on the axis where they end most nearly together, at the end of the shortest one.
 
-    Runs that differ in their seed only are a group. Returns the values that tutorials/experiments.md describes.
+    Runs with budgets of time are compared over time. Runs that differ in their seed only are a group. Returns the
+    values that tutorials/experiments.md describes.
     """
     ends = {axis: [last(run, axis) for run in runs] for axis in AXES}
     spreads = {axis: 1 - min(values) / max(values) for axis, values in ends.items() if all(v > 0 for v in values)}
     axis = min(spreads, key=spreads.__getitem__, default="step")  # the first one of equal spreads
+    if "seconds" in spreads and all(time_budget(run) < math.inf for run in runs):
+        axis = "seconds"
     end = min(ends[axis])
     groups: dict[str, list[tuple[RunFacts, dict[str, float]]]] = {}
     for number, run in enumerate(runs):
@@ -84,11 +87,15 @@ def finite(run: RunFacts, column: str) -> Any:
 
 def _column(run: RunFacts, column: str) -> Any:
     """Return a column. The last step of a budget of time may end after it, and counts as at its end."""
-    values, minutes = run.columns.get(column, np.array(math.nan)), run.settings.get("train.max_time")
-    is_budget = all(run.settings.get(f"train.{name}") is None for name in ("max_steps", "max_tokens", "epochs"))
-    if column == "seconds" and is_budget and isinstance(minutes, int | float):
-        return np.minimum(values, 60 * minutes)
-    return values
+    values = run.columns.get(column, np.array(math.nan))
+    return np.minimum(values, time_budget(run)) if column == "seconds" else values
+
+
+def time_budget(run: RunFacts) -> float:
+    """Return the seconds of a run's budget of time; infinity without one."""
+    minutes, limits = run.settings.get("train.max_time"), ("max_steps", "max_tokens", "epochs")
+    has_limit = any(run.settings.get(f"train.{name}") is not None for name in limits)
+    return 60 * minutes if isinstance(minutes, int | float) and not has_limit else math.inf
 
 
 def last(run: RunFacts, column: str) -> float:

@@ -13,15 +13,17 @@ from toolkit.errors import one_line
 from toolkit.escape import html_text, script_json
 from toolkit.io.atomic import write_atomic
 from toolkit.ui.events import REPORT
+from toolkit.ui.progress import capitalized
 from toolkit_report.compare import AXES, compare
 from toolkit_report.plot import PLOT, plot_loss
 from toolkit_report.run import RunFacts, read_run
 from toolkit_report.series import MAX_POINTS, MAX_POINTS_OF_A_LINE, reduce_lines
-from toolkit_report.text import label, parts
+from toolkit_report.text import label, parts, purpose
 
 _CHARTS = (  # title, unit, patterns of columns
     ("Loss", "nats per token", ("loss", "val_loss")),
     ("Validation loss per byte", "bits per byte", ("val_bpb",)),
+    ("Validation loss by source", "nats per token", ("val_loss_*",)),
     ("Learning rate", "", ("learning_rate",)),
     ("Gradient norm before clipping", "", ("grad_norm",)),
     ("Throughput of all devices", "tokens/s", ("tokens_per_sec",)),
@@ -30,8 +32,9 @@ _CHARTS = (  # title, unit, patterns of columns
     ("Wait for data in a step", "s", ("data_wait_s",)),
     ("Time of a step", "s", ("step_s",)),
     ("Shares of the mixture", "%", ("share_*",)),
-    ("Validation loss by source", "nats per token", ("val_loss_*",)),
 )
+_N_LOSSES = 3
+"""Metrics of callbacks and objectives follow these charts."""
 _CURVES = """<form id="switches" hidden>
 <label>x axis <select id="axis"><option value="0">steps</option><option value="1">tokens</option>
 <option value="2">seconds of training</option></select></label>
@@ -119,7 +122,7 @@ def _row(cells: Sequence[str], tag: str) -> str:
 
 
 def _charts(runs: Sequence[RunFacts]) -> dict[str, Any]:
-    """Return the charts, each with title, unit and columns, and each run's lines."""
+    """Return the charts, each with title, unit and columns, and each run's lines, in the order of importance."""
     max_points = max(20, min(MAX_POINTS_OF_A_LINE, MAX_POINTS // max(1, sum(len(run.columns) for run in runs))))
     lines = [reduce_lines(run.columns, max_points) for run in runs]
     unused = list(dict.fromkeys(name for run in lines for name in run if name != "val_ppl"))
@@ -132,7 +135,9 @@ def _charts(runs: Sequence[RunFacts]) -> dict[str, Any]:
     for name in sorted(unused, key=lambda name: name.startswith("val_")):
         if not any(name in columns for _, _, columns in charts):
             others.setdefault(name.removeprefix("val_"), []).append(name)
-    charts += [(names[columns[0]], "", columns) for columns in others.values()]
+    charts[_N_LOSSES:_N_LOSSES] = [(capitalized(label(name)), "", columns) for name, columns in others.items()]
+    first = {name: place for place, name in enumerate(purpose(runs))}
+    charts.sort(key=lambda chart: min((first.get(name, len(first)) for name in chart[2]), default=0))
     if any(run.settings.get("objective") for run in runs):  # not nats per token
         charts = [(title, unit if unit != "nats per token" else "", columns) for title, unit, columns in charts]
     axis = [*AXES].index(compare(runs)["axis"])

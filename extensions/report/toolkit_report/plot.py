@@ -65,9 +65,12 @@ def _draw(title: str, loss: dict[str, Points], val_loss: dict[str, Points] | Non
     axes: Any = figure.add_subplot(xlabel="tokens", ylabel="loss (nats per token)", xlim=(0, limit))
     low, high = loss_limits(losses, [loss for t, loss in zip(val_tokens, val_losses, strict=True) if t > 0])
     start = f", from {losses[0]:.2f}" if losses[0] > high else ""
-    axes.plot(tokens, losses, color="#b3c7e0", linewidth=0.9, label=f"training, each step{start}")
+    light, dark = {"color": "#b3c7e0", "linewidth": 0.9}, {"color": "#1f5fa8", "linewidth": 2.2}
+    if len(losses) <= 100:  # the smoothed line would hide it
+        light |= {"marker": ".", "zorder": 2.5}
+    axes.plot(tokens, losses, **(light if "smooth" in loss else dark), label=f"training, each step{start}")
     if "smooth" in loss:
-        axes.plot(*loss["smooth"][1::2], color="#1f5fa8", linewidth=2.2, label="training, smoothed")
+        axes.plot(*loss["smooth"][1::2], **dark, label="training, smoothed")
     if val_losses:
         size = 0 if len(val_losses) > 100 else 5
         axes.plot(val_tokens, val_losses, "o-", color="#d9480f", markersize=size, label="validation")

@@ -12,9 +12,10 @@ import numpy as np
 from toolkit.ui.progress import STDERR
 
 Columns = dict[str, Any]  # name -> array of floats
-Points = tuple[list[Any], ...]  # steps, tokens, seconds, values
+Points = tuple[list[Any], ...]  # steps, tokens, seconds, values, and standard errors if there are any
 
 MAX_COLUMNS = 1000
+MIN_SMOOTHED = 40  # below, the smoothed line would hide the other
 MAX_POINTS_OF_A_LINE = 2000
 MAX_POINTS = 50_000  # of all lines of a page; a point takes about 30 bytes
 _AXES = ("step", "tokens", "seconds")
@@ -50,7 +51,7 @@ def reduce_lines(columns: Columns, max_points: int) -> dict[str, dict[str, Point
     """Return {column: {"raw": points, "smooth": points}}, each with at most about ``max_points`` points.
 
     Of longer columns, the smallest and the largest value of each bucket of rows remain, so that no spike is lost.
-    ``smooth`` is only of noisy columns.
+    ``smooth`` is only of noisy columns with at least :data:`MIN_SMOOTHED` values.
     """
     shown = (name for name in columns if name not in _HIDDEN and not name.endswith(STDERR))
     return {name: _reduce(columns, name, max_points) for name in shown}
@@ -59,16 +60,17 @@ def reduce_lines(columns: Columns, max_points: int) -> dict[str, dict[str, Point
 def _reduce(columns: Columns, name: str, max_points: int) -> dict[str, Points]:
     rows = np.flatnonzero(np.isfinite(columns[name]))
     missing = np.full(len(columns[name]), math.nan)
-    lines = [columns.get(axis, missing)[rows] for axis in (*_AXES, name)]
-    selected, means, values = np.arange(len(rows)), lines, lines[-1]
+    names = [*_AXES, name, *({f"{name}{STDERR}"} & columns.keys())]
+    lines = [columns.get(name, missing)[rows] for name in names]
+    selected, means, values = np.arange(len(rows)), lines[:4], lines[3]
     if len(rows) > max_points:
         starts = np.linspace(0, len(rows), max_points // 2, endpoint=False).astype(int)
         ends = np.append(starts[1:], len(rows))
         extremes = [(s + values[s:e].argmin(), s + values[s:e].argmax()) for s, e in zip(starts, ends, strict=True)]
         selected = np.unique([0, *np.ravel(extremes), len(rows) - 1])
-        means = [np.add.reduceat(line, starts) / (ends - starts) for line in lines]
+        means = [np.add.reduceat(line, starts) / (ends - starts) for line in means]
     reduced = {"raw": _points([line[selected] for line in lines])}
-    if len(means[-1]) >= 8 and not name.startswith(_NOT_SMOOTHED):
+    if len(values) >= MIN_SMOOTHED and not name.startswith(_NOT_SMOOTHED):
         reduced["smooth"] = _points([*means[:-1], np.array(smooth(means[-1].tolist()))])
     return reduced
 
@@ -90,10 +92,11 @@ def smooth(losses: list[float]) -> list[float]:
     The windows are centered; a trailing mean would lag where the loss falls steeply. They cover about a tenth of the
     run. At the end of the run, only the left half of each window remains.
     """
-    smoothed = [median(losses[first:end]) for first, end in _windows(len(losses), 2 if len(losses) >= 40 else 0)]
+    radius = 2 if len(losses) >= MIN_SMOOTHED else 0
+    smoothed = [median(losses[first:end]) for first, end in _windows(len(losses), radius)]
     for _ in range(2):
         sums = list(accumulate(smoothed, initial=0.0))  # prefix sums: constant cost per window
-        smoothed = [(sums[end] - sums[i]) / (end - i) for i, end in _windows(len(losses), len(losses) // 40)]
+        smoothed = [(sums[end] - sums[i]) / (end - i) for i, end in _windows(len(losses), len(losses) // MIN_SMOOTHED)]
     return smoothed
 
 

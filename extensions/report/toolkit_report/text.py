@@ -13,7 +13,7 @@ import numpy as np
 from toolkit.checkpoints.store import BEST
 from toolkit.config import AUTO
 from toolkit.ui.formats import format_count, format_loss, format_perplexity, format_seconds
-from toolkit.ui.progress import capitalized, format_metric, metric_label, metric_names
+from toolkit.ui.progress import VALIDATION_METRICS, capitalized, format_metric, metric_names
 from toolkit_report.compare import AXES, compare, finite, last
 from toolkit_report.run import RunFacts
 
@@ -23,7 +23,8 @@ _VERBS = {
 }  # fmt: skip
 _WORDS = {  # parts of columns' names
     "^loss$": "training loss", "^val_": "validation ", "^grad_": "gradient ", "^mfu$": "MFU", "bpb$": "bits per byte",
-    "_per_sec$": "/s", "_gb$": ", GB", "_s$": ", s",
+    "ppl$": "perplexity", "rouge_l": "ROUGE-L", r"\bf1": "F1", "^sft_": "SFT ", "_per_sec$": "/s", "_gb$": ", GB",
+    "_s$": ", s",
 }  # fmt: skip
 
 
@@ -75,10 +76,15 @@ def _compared(runs: Sequence[RunFacts]) -> Iterator[tuple[str, Any]]:
     """Yield the comparison of several runs, with differences from the first one."""
     comparison = compare(runs)
     groups, unit = comparison["groups"], AXES[comparison["axis"]]
-    columns = dict.fromkeys(name for group in groups for name in group["metrics"] if name != comparison["axis"])
+    first = purpose(runs)
+    columns = sorted(
+        dict.fromkeys(name for group in groups for name in group["metrics"] if name != comparison["axis"]),
+        key=lambda name: (first.index(name) if name in first else len(first), not name.startswith("val_")),
+    )
     if columns:
         yield "heading", f"Comparison {'at equal' if comparison['is_equal'] else 'after the same'} {unit}"
-        head = [f"{comparison['end']:,.0f} {unit}"]
+        end = comparison["end"]
+        head = [f"{format_seconds(end)} of training" if unit == AXES["seconds"] else f"{end:,.0f} {unit}"]
         sizes = [len(group["runs"]) for group in groups]
         head += [group["name"] + f" ({n} runs)" * (n > 1) for group, n in zip(groups, sizes, strict=True)]
         yield "table", (head, [[label(c), *(_estimate(group["metrics"].get(c)) for group in groups)] for c in columns])
@@ -97,7 +103,10 @@ def _estimate(value: Mapping[str, float | None] | None) -> str:
     """Return ``3.1234 ± 0.002 (-0.012 ± 0.003)``: mean and difference, with standard errors."""
     if value is None:
         return ""
-    errors = ["" if value[name] is None else f" ± {value[name]:.2g}" for name in ("stderr", "difference_stderr")]
+    errors = [
+        "" if (error := value[name]) is None else f" ± {error:{',.0f' if error >= 100 else '.2g'}}"
+        for name in ("stderr", "difference_stderr")
+    ]
     text, difference = f"{value['mean']:,.6g}{errors[0]}", value["difference"]
     return text if difference is None else f"{text} ({difference:+,.4g}{errors[1]})"
 
@@ -126,41 +135,63 @@ def median(run: RunFacts, column: str) -> float:
     return float(np.median(values)) if len(values) else math.nan
 
 
+def purpose(runs: Sequence[RunFacts]) -> list[str]:
+    """Return the columns that say what the runs were for: first that of ``--eval.best_by``, then scores, no losses."""
+    columns = dict.fromkeys(name for run in runs for name in run.columns)
+    names = [*filter(None, map(_best_by, runs)), *metric_names(columns)]
+    for name in ("accuracy", "reward_margin"):
+        names += [name if f"val_{name}" not in columns else f"val_{name}"]
+    return [name for name in dict.fromkeys(names) if name in columns]
+
+
+def _best_by(run: RunFacts) -> str:
+    """Return the column of ``--eval.best_by``; empty with auto."""
+    name = str(run.settings.get("eval.best_by", AUTO)).removeprefix("val_")
+    return "" if name == AUTO else f"val_{name}"
+
+
+def _score(column: str) -> str:
+    return label(column).removeprefix("validation ") if column.startswith("val_") else f"training {label(column)}"
+
+
 def figures(run: RunFacts) -> dict[str, str]:
-    """Return the key figures of a run by label, without those that were not logged."""
-    losses, val_losses = finite(run, "loss"), finite(run, "val_loss")
+    """Return the key figures of a run by label, what it was for first, without those that were not logged."""
+    losses, val_losses, steps = finite(run, "loss"), finite(run, "val_loss"), run.columns.get("step", ())
+    metrics = {name: value for name in run.columns if math.isfinite(value := last(run, name))}
+    shown: dict[str, str] = {}
+    if best_by := _best_by(run):
+        at = [checkpoint.step for checkpoint in run.checkpoints if checkpoint.name == BEST]
+        for row in np.flatnonzero(np.isin(steps, at) & np.isfinite(run.columns.get(best_by, math.nan))):
+            values = {name: v for name, column in run.columns.items() if math.isfinite(v := column[row])}
+            shown[f"best {_score(best_by)}"] = f"{format_metric(best_by, values)} at step {steps[row]:,.0f}"
+    scores = [name for name in purpose([run]) if name in metrics and name not in VALIDATION_METRICS]
+    shown |= {_score(name): format_metric(name, metrics) for name in scores}
     values = {
+        "validation loss": (last(run, "val_loss"), format_loss),
+        "lowest validation loss": (math.nan, format_loss),
+        "perplexity": (last(run, "val_ppl"), format_perplexity),
+        "bits per byte": (last(run, "val_bpb"), lambda v: f"{v:.4f}"),
+        "training loss": (last(run, "loss"), format_loss),
+        "first training loss": (losses[0] if len(losses) > 1 else math.nan, format_loss),
         "steps": (last(run, "step"), lambda v: f"{v:,.0f}"),
         "tokens": (last(run, "tokens"), format_count),
         "training time": (last(run, "seconds"), format_seconds),
-        "first training loss": (losses[0] if len(losses) > 1 else math.nan, format_loss),
-        "training loss": (last(run, "loss"), format_loss),
-        "validation loss": (last(run, "val_loss"), format_loss),
-        "perplexity": (last(run, "val_ppl"), format_perplexity),
-        "bits per byte": (last(run, "val_bpb"), lambda v: f"{v:.4f}"),
         "tokens/s (median)": (median(run, "tokens_per_sec"), format_count),
         "MFU (median)": (median(run, "mfu"), lambda v: f"{v:.1%}"),
         "peak memory": (last(run, "peak_memory_gb"), lambda v: f"{v:.3g} GB"),
         "waiting for data": (median(run, "data_wait_s") / (median(run, "step_s") or math.nan), lambda v: f"{v:.1%}"),
     }
-    shown = {label: write(value) for label, (value, write) in values.items() if math.isfinite(value)}
+    if not best_by and len(val_losses) and (lowest := val_losses.min()) < val_losses[-1]:
+        step = steps[run.columns["val_loss"] == lowest][0]
+        values["lowest validation loss"] = (lowest, lambda v: f"{format_loss(v)} at step {step:,.0f}")
+    shown |= {label: write(value) for label, (value, write) in values.items() if math.isfinite(value)}
     shown |= {"energy": run.energy} if run.energy else {}
-    metrics = {name: value for name in run.columns if math.isfinite(value := last(run, name))}
-    shown |= {metric_label(name): format_metric(name, metrics) for name in metric_names(metrics)}
-    if (best_by := str(run.settings.get("eval.best_by", AUTO)).removeprefix("val_")) != AUTO:
-        steps = [checkpoint.step for checkpoint in run.checkpoints if checkpoint.name == BEST]
-        rows = zip(run.columns.get("step", ()), run.columns.get(f"val_{best_by}", ()), strict=False)
-        best = (f"{value:.4g} at step {step:,.0f}" for step, value in rows if step in steps)
-        shown |= {f"best {metric_label(best_by)}": text for text in best}
-    elif len(val_losses) and (lowest := val_losses.min()) < val_losses[-1]:
-        step = run.columns["step"][run.columns["val_loss"] == lowest][0]
-        shown["lowest validation loss"] = f"{format_loss(lowest)} at step {step:,.0f}"
     return shown
 
 
 def _side_by_side(columns: Sequence[Mapping[str, str]]) -> Rows:
     """Return rows of a label and each run's value."""
-    labels = dict.fromkeys(label for values in columns for label in values)
+    labels = dict.fromkeys(label for values in sorted(columns, key=len, reverse=True) for label in values)
     return [[label, *(values.get(label, "") for values in columns)] for label in labels]
 
 

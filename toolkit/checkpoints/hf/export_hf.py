@@ -27,6 +27,7 @@ from toolkit.io.safe_parse import read_json_object
 from toolkit.models.config import Fields, ModelConfig, ModelOverrides
 from toolkit.models.families import family_of
 from toolkit.models.families.tables import WeightMapping
+from toolkit.models.fp8 import hide_torchao_warnings
 from toolkit.models.gpt import model_on_meta
 
 MAX_SHARD_BYTES = 5_000_000_000  # per weights file; a larger tensor gets a file to itself
@@ -118,6 +119,7 @@ def require_transformers(option: str, config: ModelConfig | None = None) -> None
 def _load_with_transformers(folder: Path, config: ModelConfig) -> Any:
     import transformers
 
+    hide_torchao_warnings()  # transformers imports it
     is_old = tuple(map(int, transformers.__version__.split(".")[:2])) < (4, 56)
     # Load in float32 directly: converting afterwards would leave constants rounded.
     options = {"torch_dtype" if is_old else "dtype": torch.float32, "local_files_only": True}
