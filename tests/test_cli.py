@@ -18,11 +18,11 @@ from helpers.cases import check_each, slow_except
 from tests.config.test_command import error_of, parse
 from toolkit import cli
 from toolkit.cli import parser
-from toolkit.commands import all_commands, pretrain
+from toolkit.commands import GROUPS, all_commands, pretrain
 from toolkit.config.command import CommandOptions
 from toolkit.distributed.signals import restore_handlers_on_exit
 from toolkit.errors import GuardError, StoppedBySignalError, UserError
-from toolkit.extension import registered
+from toolkit.extension import Command, Extension, registered
 
 
 def toolkit(*argv: str, **kwargs) -> subprocess.CompletedProcess:
@@ -53,8 +53,25 @@ def test_help_is_fast_and_does_not_import_torch(argv):
 
 
 def test_overview_lists_every_command():
-    shown = toolkit("--help").stdout
-    assert all(f"  {name} " in shown and command.help in shown for name, command in all_commands().items())
+    for columns in ("40", "140"):
+        shown = toolkit("--help", env=os.environ | {"COLUMNS": columns}).stdout
+        lines, words = shown.splitlines(), " ".join(shown.split())
+        assert max(map(len, lines)) <= int(columns)
+        assert all(f" {name} {command.help}" in words for name, command in all_commands().items())
+        starts = {line.index(line[2:].split(maxsplit=1)[1], 2) for line in lines if line[:1] == " " != line[2:3]}
+        assert len(starts) == 1  # the column of the texts
+    assert [line for line in lines if line and line[0] != " "][1:] == list(GROUPS.values())
+
+
+def test_a_command_of_an_extension_is_in_the_group_of_the_one_before(monkeypatch, capsys):
+    commands = {"count": Command("count", "count words"), "sing": Command("sing", "sing a text", after="chat")}
+    monkeypatch.setattr("toolkit.commands.all_extensions", lambda: [("mine", Extension(commands=commands))])
+    all_commands.cache_clear()
+    assert cli.main(["--help"]) == 0
+    all_commands.cache_clear()
+    groups = [group.splitlines() for group in capsys.readouterr().out.split("\n\n")]
+    texts = {title: [line.split()[0] for line in lines] for title, *lines in groups}
+    assert texts["Use a model"] == ["generate", "chat", "sing"] and texts["Extensions"] == ["count"]
 
 
 def test_only_the_selected_command_is_imported():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import os
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.cases import slow_except
+from helpers.processes import finish, start
 from helpers.saving import write_checkpoint
 from helpers.sealing import seal
 
@@ -44,6 +46,16 @@ def test_converts_and_verifies(checkpoint, tmp_path, capsys, refusal):
     assert f"wrote {out_dir}" in shown
     assert "largest difference of the logits, relative to the largest logit: " in shown
     assert "already exists and is not empty" in refusal("convert_to_hf", checkpoint, out_dir)
+    levels = [logging.getLogger("torchao").isEnabledFor(level) for level in (logging.WARNING, logging.ERROR)]
+    assert levels == [False, True]
+
+
+@pytest.mark.slow
+def test_messages_of_libraries_are_not_shown(checkpoint, tmp_path):
+    pytest.importorskip("torchao")
+    process = start("-m", "toolkit", "convert_to_hf", str(checkpoint), str(tmp_path / "hf"), "--verify", "true")
+    _, err = finish(process)
+    assert (process.returncode, err) == (0, "")
 
 
 def test_missing_or_damaged_checkpoint_is_a_one_line_error(checkpoint, tmp_path, refusal):

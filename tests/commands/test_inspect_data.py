@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 
 import pytest
 from helpers.small_runs import text_data
@@ -102,6 +103,16 @@ def test_color_marks_trained_tokens(inspect):
     assert "\x1b[30;42my\x1b[0m" in shown or "\x1b[30;102my\x1b[0m" in shown
     assert "\x1b[2mh\x1b[0m" in shown or "\x1b[2mi\x1b[0m" in shown  # every other masked token is dim
     assert "[y]" not in shown and "shades separate tokens" in shown
+
+
+def test_a_narrow_terminal_breaks_lines_between_words_and_a_file_does_not(inspect):
+    found = json.loads(inspect("--format", "json")[0])
+    for is_terminal in (True, False):
+        console = Console(file=io.StringIO(), force_terminal=is_terminal, color_system=None, width=40, highlight=False)
+        print_inspection(found, console)
+        lines = console.file.getvalue().splitlines()
+        assert (max(len(line) for line in lines if "[" not in line) <= 40) == is_terminal, lines
+    assert any(re.fullmatch(r"Sample 1: .* line \d: .* tokens trained", line) for line in lines)
 
 
 def test_pretraining_data(corpus, tmp_path, capsys):

@@ -8,12 +8,13 @@ from statistics import mean, stdev
 import pytest
 from helpers.optional import importorskip_later
 from toolkit_report.compare import compare, estimate
-from toolkit_report.page import render_page
+from toolkit_report.page import _charts, render_page
 from toolkit_report.run import Checkpoint, read_runs
 from toolkit_report.text import figures
 
 from toolkit.cli import main
 from toolkit.ui.events import write_event
+from toolkit.ui.progress import capitalized
 
 HEADER = "step,tokens,seconds,loss,val_loss,val_accuracy,val_accuracy_stderr,tokens_per_sec"
 
@@ -47,7 +48,7 @@ def test_the_last_step_of_a_budget_counts_as_at_its_end(tmp_path, capsys):
     ]
     assert main(["report", *places, "--format", "json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["axis"], found["end"], found["is_equal"]) == ("step", 40, True)
+    assert (found["axis"], found["end"], found["is_equal"]) == ("seconds", 60.0, True)  # steps are equal, too
     places[1] = write(tmp_path / "c", (20, 2000, 66.0), 0, train={"max_time": 1, "learning_rate": 0.2})
     assert main(["report", *places, "--format", "json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -136,6 +137,27 @@ def test_the_tile_has_the_metric_that_decides(tmp_path):
     folder = Path(write(tmp_path / "run", (40, 4000, 60.0), 0, eval={"best_by": "accuracy"}))
     (run,) = read_runs([str(folder)])
     run.checkpoints = [Checkpoint("best", 20, 0, ""), Checkpoint("final", 40, 0, "")]
-    assert figures(run)["best accuracy"] == "0.5 at step 20"
+    tiles = list(figures(run).items())
+    assert tiles[:2] == [("best accuracy", "0.5 ± 0.1 at step 20"), ("accuracy", "0.5 ± 0.1")]
+    assert "lowest validation loss" not in dict(tiles)
     run.settings["eval.best_by"] = "auto"
-    assert "best accuracy" not in figures(run)
+    assert next(iter(figures(run))) == "accuracy"
+
+
+def test_what_a_run_was_for_is_first(tmp_path):
+    """Scores are before losses in tiles, charts and the comparison; the score of --eval.best_by is the first one."""
+    names = ["accuracy", "sft_loss", "val_accuracy", "val_sft_loss", "val_f1", "val_f1_stderr", "val_rouge_l"]
+    header = ",".join(["step,tokens,loss,learning_rate,val_loss", *names])
+
+    def charts(name: str, **settings) -> list[str]:
+        folder = Path(write(tmp_path / name, (1, 1, 1.0), 0, **settings))
+        (folder / "logs" / "metrics.csv").write_text(header + "\n" + ",".join(map(str, range(1, 13))) + "\n")
+        (run,) = read_runs([str(folder)])
+        titles = [title for title, *_ in _charts([run])["charts"]]
+        assert list(map(capitalized, figures(run)))[:3] == [title for title in titles if title != "Loss"][:3]
+        return titles
+
+    rest = ["Loss", "SFT loss", "Learning rate"]
+    assert charts("a") == ["F1", "ROUGE-L", "Accuracy", *rest]
+    assert charts("b", eval={"best_by": "rouge_l"}) == ["ROUGE-L", "F1", "Accuracy", *rest]
+    assert charts("c", eval={"best_by": "val_loss"})[0] == "Loss"

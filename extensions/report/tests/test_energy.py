@@ -173,5 +173,7 @@ def test_energy_is_not_mentioned_without_counters(corpus, tmp_path, capsys, monk
     assert "energy" not in figures(read_run(tmp_path / "run"))
     assert "Energy" not in card_of(tmp_path / "run", tmp_path)
     assert '"energy"' not in (tmp_path / "run" / "logs" / "events.jsonl").read_text()
+    run_training(arguments(corpus, tmp_path / "priced", train={"max_steps": 1}, log=LogArgs(price=1.0)))
+    assert "energy: not available" in capsys.readouterr().out
     with pytest.raises(UserError, match="--log.price 0.0: must be greater than zero"):
         LogArgs(price=0.0)

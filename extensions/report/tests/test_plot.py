@@ -66,6 +66,20 @@ def test_labels_and_units(tmp_path, monkeypatch):
     assert [format_tick(x) for x in (0, 5e5, 2e6, 2.5e6, 1e7, 200)] == ["0", "500k", "2M", "2.5M", "10M", "200"]
 
 
+def test_each_step_is_visible_in_short_runs(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    seen = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: seen.append(self.axes[0]))
+    for n in (20, 60):
+        (tmp_path / str(n)).mkdir()
+        plot_loss(make_run(tmp_path / str(n), loss_curve(n), validate_every=99), tmp_path / "loss.png")
+    short, longer = ([line for line in axes.lines if line.get_label() != "validation"] for axes in seen)
+    assert [line.get_label() for line in short] == ["training, each step"]  # the smoothed line would be the same
+    assert longer[0].get_zorder() > longer[1].get_zorder() and longer[0].get_marker() == "."
+
+
 @pytest.mark.parametrize("losses", [[], [3.0], [3.0, math.nan]])
 def test_fewer_than_two_losses_write_no_plot(tmp_path, losses):
     assert plot_loss(make_run(tmp_path, losses), tmp_path / "loss.png") is False

@@ -118,7 +118,7 @@ def test_browser_draws_zooms_and_runs_no_text_of_the_run(finished, evil, tmp_pat
         page.open(path, "document.querySelectorAll('.u-over').length >= 6")
         assert page.evaluate("document.title").startswith("Report: finished")
         markers = "[...document.querySelector('.u-legend').querySelectorAll('.u-marker')].map(m => m.style.borderStyle)"
-        assert page.evaluate(markers) == ["", "solid", "solid", "dashed"]  # steps, raw and smooth loss, validation loss
+        assert page.evaluate(markers) == ["", "solid", "dashed"]  # steps, training loss, validation loss
         legends = "[...document.querySelectorAll('.u-legend')].map(legend => legend.innerText)"
         loss = read_run(finished[0]).columns["loss"][-1]
         assert f"training loss{loss:.5g}" in page.evaluate(legends)[0]  # without a mouse, of the last step
@@ -141,6 +141,57 @@ def test_browser_draws_zooms_and_runs_no_text_of_the_run(finished, evil, tmp_pat
         page.redraw()
         assert page.evaluate("document.documentElement.scrollWidth") <= 400
         assert page.evaluate("document.title").startswith("Report: finished")
+
+
+# What is drawn in each chart: texts with their left and right edge and whether they are rotated; heights of bars.
+RECORD = """
+const {fillText, moveTo, lineTo} = CanvasRenderingContext2D.prototype;
+window.drawn = {};
+const of = canvas => drawn[canvas.closest(".chart")?.querySelector("h3").innerText] ??= {texts: [], bars: []};
+Object.assign(CanvasRenderingContext2D.prototype, {
+  fillText(text, x, y) {
+    const place = this.getTransform(), at = place.transformPoint({x, y}).x, size = this.measureText(text);
+    const [left, right] = place.b ? ["Ascent", "Descent"] : ["Left", "Right"];
+    const edges = [at - size["actualBoundingBox" + left], at + size["actualBoundingBox" + right]];
+    of(this.canvas).texts.push([text, ...edges, place.b != 0]);
+    return fillText.apply(this, arguments);
+  },
+  moveTo(x, y) { this.start = y; return moveTo.apply(this, arguments); },
+  lineTo(x, y) { of(this.canvas).bars.push(Math.abs(y - this.start)); return lineTo.apply(this, arguments); },
+});
+"""
+
+
+def test_ticks_differ_and_standard_errors_are_drawn(tmp_path):
+    """Small changes have long labels, which the title of the axis must not lie on; steps are whole numbers."""
+    if (browser := find_browser()) is None:
+        pytest.skip("no Chromium: set CHROMIUM to its path")
+    rows = ["1,10,1,8.24343,0.5,0.25", "2,20,2,8.24341,0.5,", "3,30,9000,8.2434,0.75,0.125"]
+    header = "step,tokens,seconds,val_bpb,val_exact_match,val_exact_match_stderr"
+    run = write_run(tmp_path / "run", "\n".join(rows) + "\n", header)
+    path = tmp_path / "page.html"
+    path.write_text(render_page(read_runs([str(run)])))
+    with open_browser(browser, tmp_path / "profile") as page:
+        page.call("Page.enable")
+        page.call("Page.addScriptToEvaluateOnNewDocument", source=RECORD)
+        page.open(path, "document.querySelectorAll('.u-over').length == 2")
+
+        def draw(axis: int) -> dict:
+            page.evaluate(f"drawn = {{}}; axis.value = {axis}; axis.dispatchEvent(new Event('change'))")
+            page.redraw()
+            return page.evaluate("drawn")
+
+        drawn = draw(0)
+        texts = [text for text, *_ in drawn["Exact match"]["texts"]]
+        assert texts[:4] == ["steps", "1", "2", "3"]
+        (title,) = [text for text in drawn["Validation loss per byte"]["texts"] if text[3]]
+        labels = [text for text in drawn["Validation loss per byte"]["texts"] if text[0].startswith("8.")]
+        assert len({text for text, *_ in labels}) == len(labels) > 2
+        assert title[2] < min(left for _, left, *_ in labels)
+        assert "0.75 ± 0.125" in page.evaluate("document.querySelector('.u-legend').innerText")
+        high, low = drawn["Exact match"]["bars"][-2:]  # after those of the axes
+        assert high == pytest.approx(2 * low) and low > 0
+        assert draw(2)["Exact match"]["texts"][0][0] == "hours of training"
 
 
 def test_several_runs_as_words_or_with_commas(tmp_path, monkeypatch, capsys):
