@@ -48,8 +48,8 @@ CPU.
 
 ## Names
 
-For training from scratch (`toolkit pretrain NAME`) and planning (`toolkit plan NAME`). {n_aliases} further names, such as
-`Llama-3.1-8B-Instruct`, stand for the same architectures.
+For training from scratch (`toolkit pretrain NAME`) and planning (`toolkit plan NAME`). {n_aliases} further names, such
+as `Llama-3.1-8B-Instruct`, stand for the same architectures.
 
 """
 
