@@ -74,9 +74,12 @@ def test_each_step_is_visible_in_short_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: seen.append(self.axes[0]))
     for n in (20, 60):
         (tmp_path / str(n)).mkdir()
-        plot_loss(make_run(tmp_path / str(n), loss_curve(n), validate_every=99), tmp_path / "loss.png")
+        run = make_run(tmp_path / str(n), loss_curve(n), validate_every=99)
+        run.settings["objective"] = "DPO"
+        plot_loss(run, tmp_path / "loss.png")
     short, longer = ([line for line in axes.lines if line.get_label() != "validation"] for axes in seen)
     assert [line.get_label() for line in short] == ["training, each step"]  # the smoothed line would be the same
+    assert seen[0].get_ylabel() == "loss"  # of an objective, not nats per token
     assert longer[0].get_zorder() > longer[1].get_zorder() and longer[0].get_marker() == "."
 
 

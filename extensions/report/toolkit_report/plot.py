@@ -31,7 +31,7 @@ def plot_loss(run: RunFacts, path: Path) -> bool:
     values = figures(run)
     title = ", ".join(f"{label} {values[label]}" for label in _TITLE if label in values)
     try:
-        write_atomic(path, _draw(title, **lines))
+        write_atomic(path, _draw(title, "loss" if run.settings.get("objective") else "loss (nats per token)", **lines))
     except ModuleNotFoundError:
         return False
     return True
@@ -52,7 +52,7 @@ def loss_limits(losses: list[float], validation_losses: list[float]) -> tuple[fl
     return low - margin, high + margin
 
 
-def _draw(title: str, loss: dict[str, Points], val_loss: dict[str, Points] | None = None) -> bytes:
+def _draw(title: str, ylabel: str, loss: dict[str, Points], val_loss: dict[str, Points] | None = None) -> bytes:
     """Draw the plot and return PNG bytes."""
     # without pyplot: no window system and no global state, for any backend
     from matplotlib.figure import Figure
@@ -62,7 +62,7 @@ def _draw(title: str, loss: dict[str, Points], val_loss: dict[str, Points] | Non
     _, val_tokens, _, val_losses = val_loss["raw"] if val_loss else ([], [], [], [])
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     limit = max(tokens + val_tokens) * 1.015
-    axes: Any = figure.add_subplot(xlabel="tokens", ylabel="loss (nats per token)", xlim=(0, limit))
+    axes: Any = figure.add_subplot(xlabel="tokens", ylabel=ylabel, xlim=(0, limit))
     low, high = loss_limits(losses, [loss for t, loss in zip(val_tokens, val_losses, strict=True) if t > 0])
     start = f", from {losses[0]:.2f}" if losses[0] > high else ""
     light, dark = {"color": "#b3c7e0", "linewidth": 0.9}, {"color": "#1f5fa8", "linewidth": 2.2}
