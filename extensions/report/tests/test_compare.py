@@ -10,7 +10,7 @@ from helpers.optional import importorskip_later
 from toolkit_report.compare import compare, estimate
 from toolkit_report.page import _charts, render_page
 from toolkit_report.run import Checkpoint, read_runs
-from toolkit_report.text import figures
+from toolkit_report.text import _side_by_side, figures
 
 from toolkit.cli import main
 from toolkit.ui.events import write_event
@@ -161,3 +161,7 @@ def test_what_a_run_was_for_is_first(tmp_path):
     assert charts("a") == ["F1", "ROUGE-L", "Accuracy", *rest]
     assert charts("b", eval={"best_by": "rouge_l"}) == ["ROUGE-L", "F1", "Accuracy", *rest]
     assert charts("c", eval={"best_by": "val_loss"})[0] == "Loss"
+    rows = _side_by_side(
+        [{"F1": "1", "loss": "2", "steps": "3"}, {"loss": "2", "lowest": "1", "steps": "3"}, {"match": "1"}]
+    )
+    assert [row[0] for row in rows] == ["F1", "match", "loss", "lowest", "steps"]

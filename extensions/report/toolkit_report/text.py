@@ -191,7 +191,10 @@ def figures(run: RunFacts) -> dict[str, str]:
 
 def _side_by_side(columns: Sequence[Mapping[str, str]]) -> Rows:
     """Return rows of a label and each run's value."""
-    labels = dict.fromkeys(label for values in sorted(columns, key=len, reverse=True) for label in values)
+    places: dict[str, int] = {}  # a label is as late as in any run
+    for values in columns:
+        places |= {label: max(place, places.get(label, 0)) for place, label in enumerate(values)}
+    labels = sorted(places, key=places.__getitem__)
     return [[label, *(values.get(label, "") for values in columns)] for label in labels]
 
 
