@@ -30,8 +30,9 @@ def plot_loss(run: RunFacts, path: Path) -> bool:
         return False
     values = figures(run)
     title = ", ".join(f"{label} {values[label]}" for label in _TITLE if label in values)
+    ylabel = "loss" if run.settings.get("objective") else "loss (nats per token)"
     try:
-        write_atomic(path, _draw(title, "loss" if run.settings.get("objective") else "loss (nats per token)", **lines))
+        write_atomic(path, _draw(title, ylabel, **lines))
     except ModuleNotFoundError:
         return False
     return True
