@@ -49,7 +49,7 @@ def _program() -> ArgumentParser:
 def _add_options(parser: ArgumentParser, positionals: tuple[str, ...], *functions: Callable[..., None]) -> None:
     """Add the options of a command and of all its classes, and the values that are known."""
     command = CommandOptions(*functions)
-    options = command.options() | dict.fromkeys(COMMON_OPTIONS, Option(None, None, "", False))
+    options = command.options() | dict.fromkeys(COMMON_OPTIONS, Option())
     values: dict[str, list[str]] = {
         "command": [name for name, command in all_commands().items() if not command.wraps_training],  # of schema
         "model_name": [*chain(*list_names_by_family().values())],
@@ -57,7 +57,7 @@ def _add_options(parser: ArgumentParser, positionals: tuple[str, ...], *function
     }
     for base in command.class_options:
         values[base] = [*command.choices(base)]
-        options[base] = Option(None, None, "", False)
+        options[base] = Option()
         for cls in command.choices(base).values():
             options |= {f"{base}.{key}": option for key, option in parameters_of(cls).items()}
     for key, option in options.items():

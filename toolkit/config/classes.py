@@ -62,10 +62,10 @@ def class_path(cls: type, base: type) -> str:
 
 
 class Option(NamedTuple):
-    kind: Any  # the type
-    default: Any
-    doc: str
-    is_required: bool
+    kind: Any = None  # the type
+    default: Any = None
+    doc: str = ""
+    is_required: bool = False
 
 
 @functools.cache

@@ -60,7 +60,7 @@ class CommandOptions:
         self.parameters = {name: option for name, option in parameters.items() if name not in self.holders}
         self.extension_groups = self._load_extension_groups() if "groups" in parameters else {}
         for name, cls in self.extension_groups.items():
-            self.parameters[name] = Option(cls, cls(), "", False)
+            self.parameters[name] = Option(cls, cls())
         kinds = {name: parameter.kind for name, parameter in self.parameters.items()}
         self.class_options = {name: kind for name, kind in kinds.items() if inspect.isabstract(kind)}
         self.groups: dict[str, Any] = {name: kind for name, kind in kinds.items() if is_dataclass(kind)}

@@ -59,9 +59,9 @@ def _class_option(
 
     Adds ``definitions`` of the classes.
     """
-    is_import_path = {"type": "string", "pattern": r"\."}  # of a user's class, whose options are unknown here
-    forms: list[Schema] = [{"enum": [*classes]}, is_import_path]
-    forms.append({"type": "object", "properties": {"class_path": is_import_path}, "required": ["class_path"]})
+    import_path = {"type": "string", "pattern": r"\."}  # of a user's class, whose options are unknown here
+    forms: list[Schema] = [{"enum": [*classes]}, import_path]
+    forms.append({"type": "object", "properties": {"class_path": import_path}, "required": ["class_path"]})
     merged: dict[str, Option] = {}
     for name, options in classes.items():
         definition = f"#/definitions/{base}.{name}"
@@ -73,19 +73,16 @@ def _class_option(
         forms.append(_mapping(fields, options) | {"required": ["class_path"]})
         merged |= options
     # without a class, the class is a flag or in another file
-    fields = {key: _any_of(definitions, base, key) for key in sorted(merged)}
+    fields = {key: _any_of(classes, base, key) for key in sorted(merged)}
     forms.append(_mapping({**fields, "init_args": {"type": "object"}}, merged))
     return {"anyOf": forms}, {key: fields[key] for key in merged}
 
 
-def _any_of(definitions: dict[str, Schema], base: str, key: str) -> Schema:
+def _any_of(classes: Mapping[str, Mapping[str, Option]], base: str, key: str) -> Schema:
     """Return the schema of an option that several classes have."""
-    owners = {
-        json.dumps(definition["properties"][key], default=str): name
-        for name, definition in definitions.items()
-        if name.startswith(f"{base}.") and key in definition["properties"]
-    }
-    refs = [{"$ref": f"#/definitions/{name}/properties/{key}"} for name in owners.values()]
+    schemas = {name: _property(options[key]) for name, options in classes.items() if key in options}
+    owners = {json.dumps(schema, default=str): name for name, schema in schemas.items()}
+    refs = [{"$ref": f"#/definitions/{base}.{name}/properties/{key}"} for name in owners.values()]
     return refs[0] if len(refs) == 1 else {"anyOf": refs}
 
 
@@ -100,7 +97,7 @@ def _mapping(fields: Schema, options: Mapping[str, Option], *, nullable: bool = 
 def _property(option: Option) -> Schema:
     """Return an option's schema. null means the default."""
     schema: Schema = {"description": option.doc} if option.doc else {}
-    if not option.is_required and isinstance(option.default, bool | int | float | str):
+    if isinstance(option.default, int | float | str):
         schema["default"] = option.default
     return schema | {"anyOf": [*_types(option.kind), {"type": "null"}]}
 
