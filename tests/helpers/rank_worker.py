@@ -94,7 +94,7 @@ def watch(seen: dict, fit):
     def watched(training):
         run = training.run
         module, optimizer = unwrapped(run.model), run.checkpointer.optimizer
-        weights, _ = full_state(module, optimizer, run.state.model.tied)
+        weights, _ = full_state(module, optimizer, run.spec.tied)
         waiting = [0]
         module.register_forward_pre_hook(lambda *_: waiting.append(local_bytes(module, optimizer, "gradients")))
         seen["initial"] = {name: [float(w.double().sum()), float(w.double().norm())] for name, w in weights.items()}

@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,11 +29,11 @@ class Recorded(Callback):
     def on_train_start(self, trainer: Run) -> None:
         rates = self.rates
 
-        class Schedule(type(trainer.state.schedule)):
+        class Schedule(type(trainer.schedule)):
             def learning_rate(self, step: int, seconds: float = 0.0) -> float:
                 return rates[step + 1]
 
-        trainer.state = replace(trainer.state, schedule=Schedule(**vars(trainer.state.schedule)))
+        trainer.schedule = Schedule(**vars(trainer.schedule))
 
 
 @pytest.fixture(scope="module")

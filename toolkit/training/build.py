@@ -37,28 +37,28 @@ def build_reader(launch: Launch, stack: ExitStack) -> DataReader:
 
 def build_models(launch: Launch) -> tuple[Objective, FabricModule]:
     """Return the objective with its frozen model, if it has one, and the trained model, wrapped for the strategy."""
-    config, state, fabric, report = launch.config, launch.state, launch.fabric, launch.display.message
+    config, fabric, report = launch.config, launch.fabric, launch.display.message
     args, source, objective = config.args, config.args.base_dir, config.args.objective
-    if (gpt := state.model.meta_model) is not None and args.optimizer_class is None:
+    if (gpt := launch.spec.meta_model) is not None and args.optimizer_class is None:
         require_memory(config, gpt)
-    if state.frozen is not None:
+    if launch.frozen is not None:
         folder = find_frozen(objective)
         assert folder is not None
         objective = copy(objective)
-        objective.frozen = build_frozen(launch, state.frozen, folder)
+        objective.frozen = build_frozen(launch, launch.frozen, folder)
     choose_attention_kernels(
-        fixed_shapes=not state.longest_ragged, has_masks=needs_masks(state.model.config, config.max_seq_length)
+        fixed_shapes=not launch.longest_ragged, has_masks=needs_masks(launch.spec.config, config.max_seq_length)
     )
-    reads_source = state.resume_from is None or state.base is not None
+    reads_source = launch.resume_from is None or launch.base is not None
     should_verify = ranks.broadcast_from_rank0(reads_source and args.verify_checkpoint)
     if source is not None and should_verify:
         require_intact_on_all_ranks(source, fabric.local_rank == 0, report, model_only=True)
     model = build_model(
         fabric,
-        state.model,
+        launch.spec,
         config,
-        longest_ragged=state.longest_ragged,
-        source=source if state.base is not None else state.resume_from or source,
+        longest_ragged=launch.longest_ragged,
+        source=source if launch.base is not None else launch.resume_from or source,
         adapters=initial_adapters(launch),
     )
     if config.precision == "bf16-master" and config.strategy.kind == "single" and config.batch.accumulation > 1:
@@ -88,12 +88,12 @@ def build_frozen(launch: Launch, spec: ModelSpec, folder: Path, is_exact: bool =
     config = replace(config, args=replace(args, compiler=compiler, train=train))
     if config.precision == "bf16-mixed" and not is_exact:
         config = replace(config, precision="bf16-true")
-    return build_model(fabric, spec, config, launch.state.longest_ragged, folder).eval()
+    return build_model(fabric, spec, config, launch.longest_ragged, folder).eval()
 
 
 def initial_adapters(launch: Launch) -> Tensors | None:
     """Load the initial adapters from the checkpoint to resume, else from the peft folder. None: new or no adapters."""
-    args, spec, resume_from = launch.args, launch.state.model, launch.state.resume_from
+    args, spec, resume_from = launch.args, launch.spec, launch.resume_from
     if args.lora is None:
         return None
     if resume_from is not None:
@@ -109,27 +109,26 @@ def initial_adapters(launch: Launch) -> Tensors | None:
 
 def build_checkpointer(launch: Launch, model: FabricModule) -> Checkpointer:
     """Build the optimizer, and the checkpointer for model and optimizer; restore their state if the run resumes."""
-    config, state = launch.config, launch.state
-    module, spec = unwrapped(model), state.model
+    config, module, spec = launch.config, unwrapped(model), launch.spec
     optimizer = build_optimizer(
         module,
         config.optimizer,
-        state.schedule.peak,
+        launch.schedule.peak,
         config.precision,
         spec.no_decay_params,
         config.args.optimizer_class,
         spec.block_params,
     )
     checkpointer = Checkpointer(launch, module, optimizer)
-    if state.resume_from is not None:
-        restore(checkpointer, state.resume_from)
+    if launch.resume_from is not None:
+        restore(checkpointer, launch.resume_from)
     return checkpointer
 
 
 def restore(checkpointer: Checkpointer, folder: Path) -> None:
     """Restore optimizer, scaler and random states from a checkpoint. The model already has its weights."""
     launch = checkpointer.launch
-    progress, schedule, report = launch.state.progress, launch.state.schedule, launch.display.message
+    progress, schedule, report = launch.progress, launch.schedule, launch.display.message
     checkpointer.restore(folder, progress.step)
     set_learning_rate(checkpointer.optimizer, schedule.learning_rate(max(progress.step - 1, 0), progress.seconds))
     report(f"resuming from {folder}: step {progress.step}, {progress.tokens:,} tokens")

@@ -135,11 +135,11 @@ class Checkpointer:
 
     def export(self, folder: Path) -> None:
         """Write the model into an empty folder, complete or as adapters, on rank 0. Collective."""
-        state = self.launch.state
-        if state.base is not None:
+        launch = self.launch
+        if launch.base is not None:
             weights = adapter_state(self.module, self.optimizer)[0]
         else:
-            weights = full_weights(self.module, state.model.tied)
+            weights = full_weights(self.module, launch.spec.tied)
         ranks.run_on_rank0(lambda: self._write_model(folder, weights))
 
     @contextmanager
@@ -154,41 +154,41 @@ class Checkpointer:
         """Start a save of ``out_dir/name``. With ``copies`` training can overlap with the write."""
         # A rank that fails in these collectives must exit at once, because the others wait in them.
         rng = ranks.all_gather_object(rng_state(self.launch.fabric.device))
-        state, module, optimizer = self.launch.state, self.module, self.optimizer
+        launch, module, optimizer = self.launch, self.module, self.optimizer
         shards: dict[str, Tensors] = {}
         weights: Tensors = {}
         offload = copies is None  # HostCopies already copies to pinned memory
-        if state.base is not None:
+        if launch.base is not None:
             weights, rest = adapter_state(module, optimizer)
         elif self.sharded:
             shards[WEIGHTS], shards[f"{TRAINER}/{OPTIMIZER}"], rest = sharded_state(
-                module, optimizer, state.model.tied, offload
+                module, optimizer, launch.spec.tied, offload
             )
         else:
             weights, rest = full_state(
-                module, optimizer, state.model.tied, offload or self.launch.config.strategy.kind == "fsdp"
+                module, optimizer, launch.spec.tied, offload or launch.config.strategy.kind == "fsdp"
             )
         scaler = None if self.scaler is None else self.scaler.state_dict()
-        snapshot = Snapshot(deepcopy(state.progress), rng, weights, rest, scaler, deepcopy(callbacks))
+        snapshot = Snapshot(deepcopy(launch.progress), rng, weights, rest, scaler, deepcopy(callbacks))
         if copies is not None:
             copies.begin(module, optimizer)
         # Every rank searches its shard on its device. On a CPU this takes 5 % of the write time, on idle cores.
         search = run_in_thread(lambda: nonfinite_state(module, optimizer))
-        is_first_of_another_node = self.launch.world.local_rank == 0 and self.launch.world.global_rank != 0
+        is_first_of_another_node = launch.world.local_rank == 0 and launch.world.global_rank != 0
         report = ranks.rank_print if is_first_of_another_node else self._display.message  # in each node's log
-        folder = self.launch.out_dir / (PARTS if any(self.leaders) else "") / name
+        folder = launch.out_dir / (PARTS if any(self.leaders) else "") / name
         return PendingSave(folder, snapshot, self._write, shards, self._shapes(), search, report, copies, self.leaders)
 
     def _shapes(self) -> dict[str, torch.Size]:
         """Return the shapes to save, by name; empty for a user-provided module."""
-        model = self.launch.state.model
-        if self.launch.state.base is not None:
-            return {name: shape for name, shape in model.shapes.items() if is_adapter(name)}
-        return {name: shape for name, shape in model.shapes.items() if not (self.sharded and name in model.tied)}
+        spec = self.launch.spec
+        if self.launch.base is not None:
+            return {name: shape for name, shape in spec.shapes.items() if is_adapter(name)}
+        return {name: shape for name, shape in spec.shapes.items() if not (self.sharded and name in spec.tied)}
 
     def _write(self, folder: Path, snapshot: Snapshot) -> None:
         """Write everything except the shards."""
-        state, args = self.launch.state, self.launch.args
+        launch, args = self.launch, self.launch.args
         self._write_model(folder, None if self.sharded else snapshot.weights)
         (folder / TRAINER).mkdir(exist_ok=True)  # other ranks' shards may have created it
         rows = snapshot.progress.logged_rows
@@ -199,9 +199,9 @@ class Checkpointer:
             **asdict(snapshot.progress),
             # 0: as in toolkit 0.1.0, see toolkit.data.text.documents
             "document_ends": int(any(getattr(part, "add_bos", None) is not None for part in data_modules(args.data))),
-            "schedule": asdict(state.schedule),
-            "identity": asdict(state.fingerprint),
-            "tied": {canonical_name(second): canonical_name(first) for second, first in state.model.tied.items()},
+            "schedule": asdict(launch.schedule),
+            "identity": asdict(launch.fingerprint),
+            "tied": {canonical_name(second): canonical_name(first) for second, first in launch.spec.tied.items()},
         }
         (folder / TRAINER / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
         trainer_state = {"optimizer": snapshot.optimizer, "scaler": snapshot.scaler, "rng": snapshot.rng}
@@ -211,16 +211,16 @@ class Checkpointer:
 
     def _write_model(self, folder: Path, weights: Tensors | None) -> None:
         """Write complete weights or adapters, if given, and the files of the model."""
-        state = self.launch.state
-        if state.base is not None:
+        launch = self.launch
+        if launch.base is not None:
             assert weights is not None  # adapters are not sharded
-            write_adapter_files(folder, weights, state.base)
+            write_adapter_files(folder, weights, launch.base)
         write_model_files(
             folder,
-            state_dict=None if state.base is not None else weights,
-            config=state.model.config,
-            hyperparameters=resolved_hyperparameters(self.launch.config) if self.launch.args.is_repeatable else None,
-            tokenizer=self.launch.data.tokenizer,
+            state_dict=None if launch.base is not None else weights,
+            config=launch.spec.config,
+            hyperparameters=resolved_hyperparameters(launch.config) if launch.args.is_repeatable else None,
+            tokenizer=launch.data.tokenizer,
         )
 
     def restore(self, folder: Path, step: int) -> None:

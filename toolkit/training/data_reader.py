@@ -18,19 +18,19 @@ class DataReader:
     """Reads this rank's micro-batches, starting at the run's progress."""
 
     def __init__(self, launch: Launch) -> None:
-        config, state, rows, device = launch.config, launch.state, launch.data.train, launch.fabric.device
-        batch, progress = config.batch, state.progress
-        context = None if state.model.config is None else config.max_seq_length
+        config, rows, device = launch.config, launch.data.train, launch.fabric.device
+        batch, progress, limits = config.batch, launch.progress, launch.limits
+        context = None if launch.spec.config is None else config.max_seq_length
         divisor = config.args.model_parallel.length_divisor
-        self.padding = choose_padding(device.type, state.longest_ragged > 0, context, divisor)
+        self.padding = choose_padding(device.type, launch.longest_ragged > 0, context, divisor)
         self.order = sample_order(rows, config.args.seed, progress.data)
-        self._end = last_position(state, batch.global_batch_size)
+        self._end = last_position(launch, batch.global_batch_size)
         self.error: DataError | None = None
         steps: Iterator[list[Batch]] = train_batches(
             rows,
             self.order,
             start_position=progress.samples,
-            total_positions=state.limits.total_samples,
+            total_positions=limits.total_samples,
             global_batch_size=batch.global_batch_size,
             micro_batch_size=batch.micro_batch_size,
             rank=ranks.layout().data_rank(ranks.global_rank()),
@@ -39,10 +39,10 @@ class DataReader:
             padding=self.padding,
             count=config.args.objective.count,
         )
-        if state.model.config and config.args.data.checks_tokens:  # other data is checked before the run
-            steps = _checked(steps, state.model.config.padded_vocab_size)
-        if state.limits.last_step is not None:  # read nothing after it
-            steps = islice(steps, max(0, state.limits.last_step - progress.step))
+        if launch.spec.config and config.args.data.checks_tokens:  # other data is checked before the run
+            steps = _checked(steps, launch.spec.config.padded_vocab_size)
+        if limits.last_step is not None:  # read nothing after it
+            steps = islice(steps, max(0, limits.last_step - progress.step))
         self.prefetcher = Prefetcher(steps, device, config.args.data.reads_ahead)
 
     def describe(self) -> list[str]:
@@ -74,9 +74,9 @@ class DataReader:
         raise DataError(f"{reason}; {saved}")
 
 
-def last_position(state: StartState, global_batch_size: int) -> int | None:
+def last_position(start: StartState, global_batch_size: int) -> int | None:
     """Return the sample position where a run ends, estimated for ragged rows; None if unknown."""
-    limits, done = state.limits, state.progress
+    limits, done = start.limits, start.progress
     if limits.total_steps is None:
         return limits.total_samples
     end = done.samples + max(0, limits.total_steps - done.step) * global_batch_size

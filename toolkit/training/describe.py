@@ -20,34 +20,34 @@ _SAMPLED = 1 << 20  # elements
 
 def describe_run(launch: Launch, reader: DataReader) -> Iterator[str]:
     """Yield log lines on model, batch, learning rate, data, strategy and memory options, and notes."""
-    config, state, args = launch.config, launch.state, launch.args
+    config, spec, args = launch.config, launch.spec, launch.args
     moments = f" with {dtype} moments" if (dtype := config.optimizer.get("state_dtype")) else ""
     yield (
-        f"{describe_model(state.model, state.mean_length)}; {config.device}, {config.precision}, "
-        f"{config.optimizer['name']}{moments}; {config.batch}; {state.schedule}"
+        f"{describe_model(spec, launch.mean_length)}; {config.device}, {config.precision}, "
+        f"{config.optimizer['name']}{moments}; {config.batch}; {launch.schedule}"
     )
-    if state.frozen is not None:
-        yield f"Frozen: {describe_model(state.frozen, state.mean_length, forward_only=True)}"
-    if (scaled := describe_scaling(args.train, state.schedule, args.defaults)) is not None:
+    if launch.frozen is not None:
+        yield f"Frozen: {describe_model(launch.frozen, launch.mean_length, forward_only=True)}"
+    if (scaled := describe_scaling(args.train, launch.schedule, args.defaults)) is not None:
         yield scaled
     if args.requested is not None and args.train.lr_schedule != args.requested.train.lr_schedule:
         yield f"LR schedule: {args.train.lr_schedule} after the warm-up, as {config.optimizer['name']} needs it"
     if config.optimizer["name"] == "SOAP":
         limit = config.optimizer.get("max_precondition_dim", 10_000)
-        size = max((n for p in state.model.module.parameters() for n in p.shape if n <= limit), default=0)
+        size = max((n for p in spec.module.parameters() for n in p.shape if n <= limit), default=0)
         less = "--optimizer.options '{max_precondition_dim: 512}' leaves out larger ones"
         yield f"SOAP: the first step computes eigenvectors of matrices of up to {size:,} x {size:,}; {less}"
     yield from filter(None, [describe_stand_in(config, launch.data)])
     yield from reader.describe()
     if (reason := config.reasons.get("train.micro_batch_size")) is not None:
         yield f"Micro-batch: {config.batch.micro_batch_size} ({reason})"
-    if args.train.epochs is not None and state.limits.total_samples is None:
+    if args.train.epochs is not None and launch.limits.total_samples is None:
         yield "note: epochs are not counted: the number of rows of this data is unknown; another limit ends the run"
     if config.preset:
         yield f"Preset {config.preset}"
     yield f"Strategy: {config.strategy}"
     if config.strategy.kind == "fsdp" and config.strategy.extension is None:
-        units = plan_units(state.model.module, config.fsdp, state.model.blocks)
+        units = plan_units(spec.module, config.fsdp, spec.blocks)
         yield f"FSDP units: {describe_units(units, config.fsdp)}"
     if config.fsdp.cpu_offload and config.device == "cpu":
         yield "note: --fsdp.cpu_offload true has no effect on a CPU, because weights are already in CPU memory"
@@ -55,13 +55,13 @@ def describe_run(launch: Launch, reader: DataReader) -> Iterator[str]:
         yield f"Compiler: {args.compiler}{f' ({reason})' if reason else ''}"
     if (mode := args.train.activation_checkpointing) != "none":
         yield f"Activation checkpointing: {mode}"
-    if args.train.fp8 != "none" and (model := state.model.meta_model) is not None:
+    if args.train.fp8 != "none" and (model := spec.meta_model) is not None:
         yield describe_fp8(model, args.train.fp8, config.device)
     if config.accumulate == "sharded":
         yield f"Gradients are reduced after each of {config.batch.accumulation} micro-batches and kept sharded"
-    if state.model.config is not None and (reason := export_error(state.model.config)) is not None:
+    if spec.config is not None and (reason := export_error(spec.config)) is not None:
         yield f"note: {reason}"
-    for note in (getattr(part, "note", "") for part in (state.model.module, reader.order)):
+    for note in (getattr(part, "note", "") for part in (spec.module, reader.order)):
         if note:
             yield f"note: {note}"
 
@@ -71,10 +71,10 @@ def describe_rounding(launch: Launch, module: nn.Module) -> str | None:
 
     A step of Adam changes a weight by about the learning rate. bf16 has 8 significant bits.
     """
-    config, state = launch.config, launch.state
-    if config.precision != "bf16-true" or state.model.lora is not None:
+    config, schedule = launch.config, launch.schedule
+    if config.precision != "bf16-true" or launch.spec.lora is not None:
         return None
-    peak, end = state.schedule.peak, state.schedule.minimum
+    peak, end = schedule.peak, schedule.minimum
     instead = "bf16-master" if config.strategy.kind in ("single", "ddp") else "bf16-mixed"
     return (
         f"note: --precision bf16-true: updates as large as the learning rate round away in "

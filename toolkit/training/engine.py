@@ -103,7 +103,7 @@ def open_run(
     if launch.args.eval.max_new_tokens:
         from toolkit.training.callbacks.samples import make_sampler  # with all of generation
 
-        sampler = make_sampler(launch.data, launch.state.model.config, launch.args.eval.max_new_tokens)
+        sampler = make_sampler(launch.data, launch.spec.config, launch.args.eval.max_new_tokens)
     if launch.is_finished:
         finish_run(launch, stack)
         return None
@@ -114,9 +114,9 @@ def open_run(
         return None
     made = {} if launch.is_short else make_callbacks(launch, stack)
     launch = replace(launch, data=launch.args.objective.prepare(launch))
-    state, display = launch.state, launch.display
+    display = launch.display
     reader = build_reader(launch, stack)
-    display.total_steps = state.limits.total_steps
+    display.total_steps = launch.limits.total_steps
     display.phase("building the model")
     # not earlier: a smaller micro-batch does not save memory in data preparation
     stack.enter_context(oom_advice(launch.config))
@@ -133,8 +133,8 @@ def open_run(
     added = with_checkpointer(made, checkpointer)
     leaders = checkpointer.leaders
     all_callbacks = build_callbacks(launch, objective, model, reader.order, callbacks, sampler, stack, leaders, added)
-    if state.resume_from is not None:
-        load_callback_states(all_callbacks, state.callbacks, display.message)
+    if launch.resume_from is not None:
+        load_callback_states(all_callbacks, launch.saved_callback_states, display.message)
     callback_states(all_callbacks)  # fail now if a state cannot be saved
     disable_malloc_trim(launch.config.device)  # after loading, so that memory freed by loading is returned (M3)
     tokenizer = launch.data.tokenizer
@@ -159,7 +159,7 @@ class Engine:
 
     def __init__(self, run: Run) -> None:
         self.run, self.update = run, _build_update(run)
-        self.intervals = build_intervals(run.args.train, run.args.eval, run.state.limits)
+        self.intervals = build_intervals(run.args.train, run.args.eval, run.limits)
         self.signals, self.control_files = SignalWatch(), ControlFiles(run.out_dir)
 
     def train(self) -> None:
@@ -168,7 +168,7 @@ class Engine:
         try:
             run.notify("on_train_start")
             with self.signals, run.garbage:
-                if run.args.eval.initial_validation and run.state.resume_from is None:
+                if run.args.eval.initial_validation and run.resume_from is None:
                     metrics = run.validate()
                     self._log(metrics)
                     run.notify("on_validation_end", metrics)
@@ -184,7 +184,7 @@ class Engine:
 
     def _loop(self) -> None:
         """Run optimizer steps until a limit is reached; validate, log and save when due."""
-        run, progress, limits = self.run, self.run.progress, self.run.state.limits
+        run, progress, limits = self.run, self.run.progress, self.run.limits
         if limits.reached(progress.step, progress.tokens, progress.seconds):
             return
         # When this rank last left a collective: its work until the next one delays all ranks.
@@ -205,7 +205,7 @@ class Engine:
 
             is_time_up = totals["time_is_up"] > 0
             seconds = math.inf if is_time_up else totals["microseconds"] / 1e6  # the last step ends the schedule
-            learning_rate = run.state.schedule.learning_rate(progress.step, seconds)
+            learning_rate = run.schedule.learning_rate(progress.step, seconds)
             counts = {name: totals[f"normalizer {name}"] for name in run.objective.normalizers}
             result = self._step(micro_batches, counts, learning_rate)
             if not result.skipped:
@@ -239,7 +239,7 @@ class Engine:
             data.
         """
         counted = micro_batches if ranks.is_first("pipeline", "context", "tensor") else []  # the others read the same
-        run, limits, data_ready_at = self.run, self.run.state.limits, time.perf_counter()
+        run, limits, data_ready_at = self.run, self.run.limits, time.perf_counter()
         seconds_left = min(
             (limits.max_seconds or math.inf) - (started_at - run.launched_at),
             (limits.total_seconds or math.inf) - run.progress.seconds,

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False)
-class Launch:
+class Launch(StartState):
     """A run after process launch and data preparation.
 
     Args:
@@ -59,7 +59,6 @@ class Launch:
     display: Any
     fabric: Fabric
     data: PreparedData
-    state: StartState
     is_short: bool
 
     @property
@@ -86,15 +85,15 @@ class Launch:
     @property
     def is_finished(self) -> bool:
         """Whether a limit or early stopping is reached and ``final/`` is written."""
-        state, progress, patience = self.state, self.state.progress, self.args.train.patience
-        stopping = state.callbacks.get("EarlyStopping", {})
+        progress, patience = self.progress, self.args.train.patience
+        stopping = self.saved_callback_states.get("EarlyStopping", {})
         is_stopped_early = (
             patience is not None
             and stopping.get("stale_validations", 0) >= patience
             and BestMetric.from_options(self.args.eval).is_of(stopping)
         )
-        is_at_end = state.limits.reached(progress.step, progress.tokens, progress.seconds)
-        return (is_at_end or is_stopped_early) and state.resume_from == self.out_dir / FINAL
+        is_at_end = self.limits.reached(progress.step, progress.tokens, progress.seconds)
+        return (is_at_end or is_stopped_early) and self.resume_from == self.out_dir / FINAL
 
 
 def launch_run(config: ResolvedConfig, world: WorldInfo, stack: ExitStack, is_short: bool = False) -> Launch:
@@ -147,7 +146,10 @@ def launch_run(config: ResolvedConfig, world: WorldInfo, stack: ExitStack, is_sh
     if config.length:
         display.message(f"Length: {config.length}; the lines of steps show the time left")
     state = prepare_start_state(config, data, progress, resume_from, damaged)
-    return Launch(config, world, launched_at, remote, display, fabric, data, state, is_short)
+    return Launch(
+        **vars(state), config=config, world=world, launched_at=launched_at, remote=remote, display=display,
+        fabric=fabric, data=data, is_short=is_short,
+    )  # fmt: skip
 
 
 def is_alone(config: ResolvedConfig) -> bool:

@@ -24,7 +24,6 @@ from toolkit.distributed.private_lightning import FabricModule
 from toolkit.errors import CallbackError, CommandError, GuardError, UserError
 from toolkit.objectives.base import Objective
 from toolkit.planning.best_metric import VAL
-from toolkit.planning.limits import Progress
 from toolkit.training.checkpointer import Checkpointer
 from toolkit.training.data_reader import DataReader
 from toolkit.training.garbage import GarbageCollection
@@ -130,12 +129,11 @@ class Run(Launch):
     @property
     def run(self) -> Run:
         """Deprecated: the run itself."""
-        warnings.warn("trainer.run is the trainer itself, a Run: remove .run", DeprecationWarning, stacklevel=2)
+        text = "trainer.run and trainer.state are the trainer itself, a Run: remove .run or .state"
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
         return self
 
-    @property
-    def progress(self) -> Progress:
-        return self.state.progress
+    state = run
 
     def request_stop(self, reason: str) -> None:
         """Stop the run before the next step and write ``final/``. One rank may call this alone."""
@@ -259,7 +257,7 @@ class Run(Launch):
 
     def advance(self, n_inputs: int, seconds: float) -> None:
         """Advance the progress by one step of ``n_inputs`` input tokens (all ranks)."""
-        progress, total = self.progress, self.state.limits.total_samples
+        progress, total = self.progress, self.limits.total_samples
         progress.step += 1
         progress.tokens += n_inputs
         progress.seconds += seconds
@@ -273,7 +271,7 @@ class Run(Launch):
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
         if self.skipped_in_a_row <= self.args.train.max_skipped:
             return
-        step, times = f"step {self.state.progress.step + 1}", f"in {self.skipped_in_a_row} steps"
+        step, times = f"step {self.progress.step + 1}", f"in {self.skipped_in_a_row} steps"
         if math.isfinite(result.grad_norm):
             raise GuardError(
                 f"{step}: skipped as a spike of the loss or the gradient norm, as all {times} (--train.max_skipped); "

@@ -21,12 +21,13 @@ from toolkit.training.model_spec import ModelSpec, specify_frozen
 from toolkit.training.rank_consistency import require_disjoint_samples, require_same_options, require_same_weights
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class StartState:
     """Start and end of a run.
 
     Args:
-        progress: Progress stored in the checkpoint ``resume_from``.
+        progress: Progress, which starts as stored in the checkpoint ``resume_from``.
+        spec: The trained model.
         base: LoRA adapter information; None if all weights are trained.
         frozen: The objective's frozen model; None if it needs none.
         fingerprint: Values that must not change on resume.
@@ -36,12 +37,12 @@ class StartState:
         flops: FLOPs per token, counted before layers are packed or sharded, with the forward pass of ``frozen``; None
             for a user-provided model.
         damaged: Newer checkpoints of the run that were skipped.
-        callbacks: Callback states from the checkpoint, by name.
+        saved_callback_states: Callback states from the checkpoint, by name.
     """
 
     resume_from: Path | None
     progress: Progress
-    model: ModelSpec
+    spec: ModelSpec
     base: AdapterInfo | None
     fingerprint: RunFingerprint
     limits: Limits
@@ -51,7 +52,7 @@ class StartState:
     flops: float | None
     damaged: list[Path]
     frozen: ModelSpec | None
-    callbacks: dict[str, dict[str, Any]]
+    saved_callback_states: dict[str, dict[str, Any]]
 
 
 def prepare_start_state(
@@ -63,7 +64,7 @@ def prepare_start_state(
     config = resolved.model
     if resolved.frozen is not None and data.tokenizer is None:  # otherwise the tokenizers have been compared
         require_same_vocabulary(frozen_flag(args.objective), resolved.frozen, config)
-    model = ModelSpec(config, args.module, args.block_classes, args.lora, args.quantize)
+    spec = ModelSpec(config, args.module, args.block_classes, args.lora, args.quantize)
     length, longest = mean_length(data.train), longest_ragged(data, resolved.max_seq_length)
     base, adapters = None, {}
     if args.lora is not None:
@@ -71,7 +72,7 @@ def prepare_start_state(
         base = AdapterInfo(args.lora, args.base_dir, base_fingerprint(args.base_dir), quantize=args.quantize)
         adapters = args.lora.to_options() | {"quantize": args.quantize, "checkpoint_dir": base.base_hash}
     fingerprint = RunFingerprint(
-        model_config=model.fingerprint,
+        model_config=spec.fingerprint,
         data=data.content_key,
         global_batch_size=resolved.batch.global_batch_size,
         seed=args.seed,
@@ -90,13 +91,13 @@ def prepare_start_state(
         require_within_limits(args.train, progress, limits, longest or math.ceil(length), resume_from)
     elif args.profile:
         require_profiled_steps(args.profiler, limits.total_steps)
-    flops = None if config is None else flops_per_token(model.module, config, length)
+    flops = None if config is None else flops_per_token(spec.module, config, length)
     frozen = None if resolved.frozen is None else specify_frozen(resolved.frozen)
     if flops is not None and frozen is not None and frozen.config is not None:
         flops += flops_per_token(frozen.module, frozen.config, length, forward_only=True)
     callbacks = {} if resume_from is None else read_callback_states(resume_from)
     return StartState(
-        resume_from, progress, model, base, fingerprint, limits, schedule, length, longest, flops, damaged, frozen,
+        resume_from, progress, spec, base, fingerprint, limits, schedule, length, longest, flops, damaged, frozen,
         callbacks,
     )  # fmt: skip
 

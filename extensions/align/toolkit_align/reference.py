@@ -75,7 +75,7 @@ def with_reference(launch: Launch) -> PreparedData:
         report(f"Reference: computing the log-probabilities of {folder} once")
         config, flag = read_model_config(folder), f"--objective.reference_dir {folder}"
         require_language_model(config, flag)
-        require_same_vocabulary(flag, config, launch.state.model.config)
+        require_same_vocabulary(flag, config, launch.spec.config)
         model = build_frozen(launch, specify_frozen(config), folder, is_exact=True)
         computed = {name: _compute(launch, model, rows, report) for name, rows in parts.items()}
         del model

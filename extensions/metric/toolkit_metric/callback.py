@@ -118,7 +118,7 @@ def make_answer_metrics(launch: Launch, stack: ExitStack) -> AnswerMetrics:
     tokenizer = launch.data.tokenizer
     if tokenizer is None:
         raise UserError(f"--eval.metric {launch.args.eval.metric}: needs a tokenizer; specify --tokenizer_dir")
-    evaluation, config, display = launch.args.eval, launch.state.model.config, launch.display
+    evaluation, config, display = launch.args.eval, launch.spec.config, launch.display
     assert config is not None  # refused in planning/compatibility.py
     processes: list[MetricProcess] = []
 

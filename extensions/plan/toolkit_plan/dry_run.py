@@ -30,7 +30,7 @@ def report_dry_run(run: Launch, reader: DataReader) -> None:
     print("" if tokenizer is None else f"Tokenizer: {tokenizer.name}, {tokenizer.vocab_size:,} tokens\n")
     print_inspection(inspect_rows(run.data, _SAMPLES))
     config = run.config
-    if run.state.model.meta_model is not None and run.args.optimizer_class is None:
+    if run.spec.meta_model is not None and run.args.optimizer_class is None:
         plan = plan_resolved(run.args, config, run.data)
         memory, host_memory = round(config.devices.memory / 1e9, 1), device_memory("cpu") / 1e9
         known = memory if math.isfinite(memory) else None
@@ -43,7 +43,7 @@ def report_dry_run(run: Launch, reader: DataReader) -> None:
 
 
 def _describe_output(run: Launch) -> Iterator[str]:
-    args, train, limits = run.args, run.args.train, run.state.limits
+    args, train, limits = run.args, run.args.train, run.limits
     intervals = build_intervals(train, args.eval, limits)
     due = [f"every {intervals.save_steps:,} steps"] if intervals.save_steps else []
     due += [f"every {intervals.save_seconds / 60:.3g} minutes"] if intervals.save_seconds else []
@@ -57,6 +57,6 @@ def _describe_output(run: Launch) -> Iterator[str]:
         "profile/": "a trace of every rank" if args.profile else "",
         "loggers": "" if args.logger_name == "csv" else args.logger_name,
     }
-    start = "a new run" if run.state.resume_from is None else f"resumed from {run.state.resume_from}"
+    start = "a new run" if run.resume_from is None else f"resumed from {run.resume_from}"
     yield f"Would write to {args.out_dir} ({start}):"
     yield from (f"  {name:18}{text}" for name, text in outputs.items() if text)

@@ -53,7 +53,7 @@ class Console(Callback):
         for command in next_commands(trainer):
             display.message(f"  {command}")
         hint = precision_hint(trainer.config.device, trainer.config.precision)
-        if hint is not None and trainer.state.resume_from is None:
+        if hint is not None and trainer.resume_from is None:
             display.message(f"  {hint}")
         counts = {"step": progress.step, "tokens": progress.tokens, "seconds": progress.seconds}
         display.event("end", status="finished", **counts, model=f"{trainer.place}/{FINAL}")
@@ -61,23 +61,23 @@ class Console(Callback):
 
 def next_commands(trainer: Run) -> list[str]:
     """Return commands to run next with the trained model; empty for a custom nn.Module."""
-    state, data = trainer.state, trainer.data
-    if state.model.config is None or not trainer.args.is_repeatable:
+    config, data = trainer.spec.config, trainer.data
+    if config is None or not trainer.args.is_repeatable:
         return []
     hf_dir = trainer.out_dir / "hf" if trainer.remote is None else Path("out", "hf")
     final, hf = (shell_word(str(path)) for path in (f"{trainer.place}/{FINAL}", hf_dir))
-    merge = "" if state.base is None else " --merge true"
+    merge = "" if trainer.base is None else " --merge true"
     trust = "" if option_to_trust(trainer.args.data) is None else " --trust_checkpoint_data true"
     has_template = data.tokenizer is not None and tokenizer_template(data.tokenizer) is not None
     is_chat = has_template and trainer.args.data.has_answers
-    is_scored = state.model.config.head is not None
+    is_scored = config.head is not None
     is_evaluated = trainer.args.objective.is_likelihood or is_scored
     commands = {
         f"toolkit chat {final}": is_chat and not is_scored,
         f'toolkit generate {final} --prompt "..."': data.tokenizer is not None and not is_chat and not is_scored,
         f"toolkit classify {final} --texts {texts_of(trainer.args.data)}": is_scored,
         f"toolkit evaluate {final}{trust}": data.val is not None and is_evaluated,
-        f"toolkit convert_to_hf {final} {hf}{merge}": export_error(state.model.config) is None,
+        f"toolkit convert_to_hf {final} {hf}{merge}": export_error(config) is None,
     }
     return [command for command, is_possible in commands.items() if is_possible]
 

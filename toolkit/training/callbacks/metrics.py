@@ -37,7 +37,7 @@ class MetricsFile(Callback):
         self.csv = csv
 
     def on_train_start(self, trainer: Run) -> None:
-        config, args, model = trainer.config, trainer.args, trainer.state.model
+        config, args, model = trainer.config, trainer.args, trainer.spec
         device = trainer.fabric.device
         write_event(
             trainer.out_dir,

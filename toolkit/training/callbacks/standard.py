@@ -59,13 +59,13 @@ def build_callbacks(
     ``stack`` holds rank 0's lock on the folder until the run ends. ``leaders`` as in :class:`Checkpointer`. ``added``
     has the callbacks of extensions by place. ``objective`` has its frozen model.
     """
-    args, state = launch.args, launch.state
+    args = launch.args
     if launch.is_short:
-        return [ReplicaCheck(state.model), *user_callbacks]
+        return [ReplicaCheck(launch.spec), *user_callbacks]
     peak = peak_flops(launch.fabric.device, launch.config.precision)
-    throughput = Throughput(state.flops, peak and peak * ranks.world_size())
+    throughput = Throughput(launch.flops, peak and peak * ranks.world_size())
     callbacks: list[Callback] = [
-        ReplicaCheck(state.model),
+        ReplicaCheck(launch.spec),
         ThroughputMonitor(throughput),
         *added["before"],
     ]
@@ -125,17 +125,17 @@ def build_callbacks(
 
 def open_metrics(launch: Launch, columns: list[str], stack: ExitStack) -> MetricsCSV:
     """Lock the folder for this run, rename damaged checkpoints, and open metrics.csv. On rank 0."""
-    args, state, out_dir = launch.args, launch.state, launch.out_dir
+    progress, resume_from, out_dir = launch.progress, launch.resume_from, launch.out_dir
     stack.enter_context(exclusive_lock(out_dir))
     sweep(out_dir)
-    if resolve_resume(args.resume, out_dir) != next(iter(state.damaged), state.resume_from):
+    if resolve_resume(launch.args.resume, out_dir) != next(iter(launch.damaged), resume_from):
         raise UserError(f"--out_dir {out_dir}: another process has just used this folder; start the run again")
-    for folder in state.damaged:  # otherwise it would count as the newest checkpoint, and for --train.keep_last
+    for folder in launch.damaged:  # otherwise it would count as the newest checkpoint, and for --train.keep_last
         launch.display.message(f"renamed {folder} to {rename_damaged(folder).name}; delete it when you do not need it")
-    resume_step = None if state.resume_from is None else state.progress.step
+    resume_step = None if resume_from is None else progress.step
     path = out_dir / "logs" / "metrics.csv"
-    expected = state.progress.logged_rows if state.resume_from and state.resume_from.parent == out_dir else 0
-    is_changed = expected and state.progress.metrics_crc not in (0, rows_crc(path, expected))
+    expected = progress.logged_rows if resume_from and resume_from.parent == out_dir else 0
+    is_changed = expected and progress.metrics_crc not in (0, rows_crc(path, expected))
     csv = MetricsCSV(path, resume_step, columns)
     if csv.n_resumed < expected or is_changed:
         lost = f"{expected - csv.n_resumed} of" if csv.n_resumed < expected else "some of"
@@ -146,7 +146,7 @@ def open_metrics(launch: Launch, columns: list[str], stack: ExitStack) -> Metric
 def start_loggers(launch: Launch, csv: MetricsCSV | None) -> Callback:
     """Return the callback that logs to the run's loggers. On rank 0."""
     assert csv is not None
-    step = None if launch.state.resume_from is None else launch.state.progress.step
+    step = None if launch.resume_from is None else launch.progress.step
     values = resolved_hyperparameters(launch.config)
     loggers = make_loggers(launch.args.logger_name, launch.out_dir, launch.args.log, values, step, csv.logged_step)
     return ExternalLoggers(loggers)
@@ -173,8 +173,8 @@ def start_uploads(remote: "RemoteRun", launch: Launch, stack: ExitStack, leaders
 
 def finish_run(launch: Launch, stack: ExitStack) -> None:
     """Complete the cleanup, outputs and uploads of a finished run, if an earlier launch could not."""
-    display, state, remote = launch.display, launch.state, launch.remote
-    display.message(f"{state.resume_from} has reached step {state.progress.step}: the run is finished, nothing to do")
+    display, remote = launch.display, launch.remote
+    display.message(f"{launch.resume_from} has reached step {launch.progress.step}: the run is finished, nothing to do")
     if launch.args.dry_run:
         return
     if launch.world.global_rank == 0:
