@@ -109,6 +109,7 @@ class Extension:
         dialects: Objects of :class:`toolkit.config.dialects.Dialect`: other tools' YAML files and names, for
             ``--config`` and :class:`toolkit.Trainer`.
         commands: Subcommands, by name, if the extension is installed.
+        implements: Names of toolkit's options that need such an extension: eval.metric and eval.tasks.
         planner: Path of a module or an object that chooses "auto" by estimates, plans runs and advises when memory is
             out, see :class:`toolkit.planning.planner.Planner`.
         check: Path of a function that gets the :class:`toolkit.planning.run_args.RunArgs` of every run and raises a
@@ -132,6 +133,7 @@ class Extension:
     importers: Names = field(default_factory=dict)
     dialects: Names = field(default_factory=dict)
     commands: Mapping[str, Command] = field(default_factory=dict)
+    implements: tuple[str, ...] = ()
     planner: str | None = None
     check: str | None = None
     check_start: str | None = None

@@ -65,7 +65,7 @@ def all_commands() -> dict[str, Command]:
                 continue
             commands[name] = command
     added = [*commands][len(names) :]
-    while added:  # a command may follow that of another extension
+    while added:  # a command may follow another extension's
         name = next((name for name in added if commands[name].after in names), added[0])
         after = commands[name].after
         names.insert(names.index(after) + 1 if after in names else len(names), name)

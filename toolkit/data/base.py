@@ -96,7 +96,7 @@ class TokenDataset:
     is_ragged: bool = False
     """Whether rows differ in length, and the lengths are unknown."""
     mean_length: float | None = None
-    """Mean input tokens per row, by default that of ``lengths``."""
+    """Mean input tokens per row, by default the mean of ``lengths``."""
     group_size: int = 1
     """If more than 1, ``dataset[i]`` is a list of so many rows of one micro-batch, and batch sizes count groups."""
     with_partner: Callable[[int, int], list[Row]] | None = None

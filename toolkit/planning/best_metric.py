@@ -90,7 +90,7 @@ def check_best_by(
 ) -> None:
     """Raise UserError if the options already show that no metric has the name of ``--eval.best_by``.
 
-    ``metric_names`` are those of ``--eval.metric``. The names of callbacks, tasks and objectives of a user, and of
+    ``metric_names`` are the names of ``--eval.metric``. The names of callbacks, tasks and objectives of a user, and of
     parts of a loss are not known yet.
     """
     best = BestMetric.from_options(evaluation)

@@ -35,10 +35,9 @@ def check_options(args: RunArgs) -> None:
     if not args.out_dir:
         raise UserError("--out_dir '': must not be empty; give a folder")
     check_out_dir(args.out_dir, args.staging_dir)
-    computes_metrics = any("metrics" in each.run_callbacks for origin, each in all_extensions() if origin == "toolkit")
-    for name in ("metric", "tasks"):
-        value = getattr(args.eval, name)
-        require_option(value is None or computes_metrics, f"eval.{name}", value, missing_built_in())
+    implemented = {name for _, extension in all_extensions() for name in extension.implements}
+    for name, value in (("eval.metric", args.eval.metric), ("eval.tasks", args.eval.tasks)):
+        require_option(value is None or name in implemented, name, value, missing_built_in())
     ratio = args.loraplus_lr_ratio
     require_option(0 < ratio < math.inf, "loraplus_lr_ratio", ratio, "must be greater than zero")
     batch = _known_batch(args)

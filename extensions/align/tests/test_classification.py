@@ -317,7 +317,7 @@ def test_a_head_and_another_objective_are_one_line(base, refusal):
 
 
 def write_labels(kind: str) -> None:
-    """Replace the labels of the reviews by those of another kind of problem."""
+    """Replace the labels of the reviews by labels of another kind of problem."""
     for split in ("train", "val"):
         rows = list(csv.DictReader(Path("reviews", f"{split}.csv").read_text().splitlines()))
         Path("reviews", f"{split}.csv").unlink()

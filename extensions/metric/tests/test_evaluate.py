@@ -294,7 +294,7 @@ def test_task_keeps_its_own_num_fewshot(talker, task, tmp_path, capsys):
         pytest.param(
             ["--tasks", "chose", "--include_path", "{task}"],
             "--tasks chose: no such task; did you mean 'choose'?",
-            marks=pytest.mark.slow,  # lm-eval looks through thousands of its own files
+            marks=pytest.mark.slow,  # lm-eval looks through its thousands of files
         ),
         (["--tasks", "choose", "--include_path", "nowhere"], "--include_path nowhere: no such folder"),
         (["--tasks", ","], "--tasks ',': must be task names"),

@@ -15,6 +15,7 @@ EXTENSION = Extension(
             checks_folder=True,
         )
     },
+    implements=("eval.metric", "eval.tasks"),
     run_callbacks={"metrics": "toolkit_metric.run.make_callbacks"},
     check="toolkit_metric.run.check",
     check_start="toolkit_metric.run.check_start",

@@ -82,7 +82,7 @@ def resolutions(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict[st
 
 
 def values(config: ResolvedConfig) -> dict[str, Any]:
-    """Return all fields, and those of the options; only the flag --dry_run may differ."""
+    """Return the fields of the configuration and of its options; only the flag --dry_run may differ."""
     of_args = vars(replace(config.args, dry_run=False))
     return {field.name: getattr(config, field.name) for field in fields(config)} | of_args | {"requested": None}
 
