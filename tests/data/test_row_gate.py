@@ -95,7 +95,7 @@ def modules_with_rows():
     """Import all of toolkit.data, and return every data module of it that finds rows."""
     for module in pkgutil.walk_packages(importlib.import_module("toolkit.data").__path__, "toolkit.data."):
         importlib.import_module(module.name)
-    classes_of(DataModule)  # those of built-in extensions
+    classes_of(DataModule)  # also of built-in extensions
     found = {cls for cls in subclasses(DataModule) if is_built_in(cls)}
     return sorted(filter(lambda cls: hasattr(cls, "find_rows"), found), key=lambda cls: cls.__name__)
 

@@ -189,7 +189,7 @@ def test_ticks_differ_and_standard_errors_are_drawn(tmp_path):
         assert len({text for text, *_ in labels}) == len(labels) > 2
         assert title[2] < min(left for _, left, *_ in labels)
         assert "0.75 ± 0.125" in page.evaluate("document.querySelector('.u-legend').innerText")
-        high, low = drawn["Exact match"]["bars"][-2:]  # after those of the axes
+        high, low = drawn["Exact match"]["bars"][-2:]  # the axes have bars, too
         assert high == pytest.approx(2 * low) and low > 0
         assert draw(2)["Exact match"]["texts"][0][0] == "hours of training"
 

@@ -136,7 +136,7 @@ def median(run: RunFacts, column: str) -> float:
 
 
 def purpose(runs: Sequence[RunFacts]) -> list[str]:
-    """Return the columns that say what the runs were for: first that of ``--eval.best_by``, then scores, no losses."""
+    """Return the columns that say what the runs were for: the one of ``--eval.best_by``, then scores, no losses."""
     columns = dict.fromkeys(name for run in runs for name in run.columns)
     names = [*filter(None, map(_best_by, runs)), *metric_names(columns)]
     for name in ("accuracy", "reward_margin"):
