@@ -289,10 +289,11 @@ def nested(names: list[str], text: str) -> dict[str, Any]:
 def write_stranger(folder: Path, text: str) -> Path:
     """Write a run whose settings, names, columns, labels and events are the text."""
     run = folder / text
-    column = re.sub(r"[,\r\n\u2028]", " ", text)
+    column = re.sub(r"[,\r\n\u2028]", " ", text).strip()
     settings = nested([name for name in text_options("pretrain") if not name.startswith("data.")], text)
     settings["data"] = {"class_path": text, "init_args": {"repo_id": text, "json_path": text, text: [text]}}
     settings |= {text: text, "tokenizer_dir": None, "objective": {"class_path": text, "init_args": {text: text}}}
+    settings["eval"]["best_by"] = column
     (run / "final").mkdir(parents=True)
     (run / "logs").mkdir()
     (run / "final" / "hyperparameters.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")

@@ -281,7 +281,7 @@ def test_metrics_of_callbacks_are_shown_and_decide_and_resume(pretrain, tmp_path
     states = read_callback_states(out / "final")
     assert states["KeepBest"] == {"val_my_score": 0.5, "is_higher_better": True}
     page = (out / "report.html").read_text()
-    assert "<dt>my score</dt><dd>0.3 ± 0.01</dd>" in page and '["validation my score","",["val_my_score"]]' in page
+    assert "<dt>my score</dt><dd>0.3 ± 0.01</dd>" in page and '["My score","",["val_my_score"]]' in page
     write_model_card(tmp_path / "README.md", read_model_config(out / "final"), out / "final", has_tokenizer=True)
     assert "| Validation my score | 0.3 ± 0.01 |" in (tmp_path / "README.md").read_text()
 
