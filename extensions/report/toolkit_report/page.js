@@ -75,7 +75,7 @@
     return [low >= 0 && (low < margin || fromZero) ? 0 : low - margin, high + margin];
   }
 
-  // The value at the mouse, else the last one, with its standard error. A smoothed line shows the value of the step.
+  // The value at the mouse, or without one the last value, which is not smoothed; with its standard error.
   function shown(u, value, s, i, line) {
     const values = u.data[s - (u.series[s - 1]?.class === "raw")], at = i ?? values.findLastIndex(v => v != null);
     if (!line) return values[at];
