@@ -10,7 +10,7 @@ from helpers.optional import importorskip_later
 from toolkit_report.compare import compare, estimate
 from toolkit_report.page import _charts, render_page
 from toolkit_report.run import Checkpoint, read_runs
-from toolkit_report.text import _side_by_side, figures
+from toolkit_report.text import _estimate, _side_by_side, figures
 
 from toolkit.cli import main
 from toolkit.ui.events import write_event
@@ -119,6 +119,8 @@ def test_estimates():
     welch = stats.ttest_ind(values, baseline, equal_var=False)
     assert found["difference"] / found["difference_stderr"] == pytest.approx(welch.statistic)
     assert list(estimate([1.0], baseline).values()) == [1.0, None, -2.25, None]
+    tokens = {"mean": 1.31e9, "stderr": 9216.0, "difference": -2.4e8, "difference_stderr": None}
+    assert _estimate(tokens) == "1,310,000,000 ± 9,216 (-240,000,000)"
 
 
 def test_json_of_runs_without_an_axis_and_of_one_run(tmp_path, capsys):

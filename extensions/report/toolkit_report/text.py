@@ -104,11 +104,14 @@ def _estimate(value: Mapping[str, float | None] | None) -> str:
     if value is None:
         return ""
     errors = [
-        "" if (error := value[name]) is None else f" ± {error:{',.0f' if error >= 100 else '.2g'}}"
-        for name in ("stderr", "difference_stderr")
+        f" ± {_digits(v, 2)}" if (v := value[name]) is not None else "" for name in ("stderr", "difference_stderr")
     ]
-    text, difference = f"{value['mean']:,.6g}{errors[0]}", value["difference"]
-    return text if difference is None else f"{text} ({difference:+,.4g}{errors[1]})"
+    text, difference = f"{_digits(value['mean'] or 0.0, 6)}{errors[0]}", value["difference"]
+    return text if difference is None else f"{text} ({_digits(difference, 4, '+')}{errors[1]})"
+
+
+def _digits(value: float, digits: int, sign: str = "") -> str:
+    return f"{value:{sign},.0f}" if abs(value) >= 10**digits else f"{value:{sign},.{digits}g}"
 
 
 def sentences(run: RunFacts) -> list[str]:
