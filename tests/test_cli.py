@@ -23,6 +23,7 @@ from toolkit.config.command import CommandOptions
 from toolkit.distributed.signals import restore_handlers_on_exit
 from toolkit.errors import GuardError, StoppedBySignalError, UserError
 from toolkit.extension import Command, Extension, registered
+from toolkit.version import __version__
 
 
 def toolkit(*argv: str, **kwargs) -> subprocess.CompletedProcess:
@@ -84,7 +85,7 @@ def test_only_the_selected_command_is_imported():
 
 
 def test_version():
-    assert toolkit("--version").stdout.split() == ["toolkit", "0.1.0"]
+    assert toolkit("--version").stdout.split() == ["toolkit", __version__]
 
 
 def test_help_shows_the_options_of_the_chosen_data(capsys):
