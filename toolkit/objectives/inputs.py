@@ -1,6 +1,7 @@
 """Build the arguments of a model's forward from a batch."""
 
 import inspect
+import sys
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -9,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.data.batch import Batch
-from toolkit.distributed.private_lightning import FabricModule
 from toolkit.models.gpt import GPT, Targets
 from toolkit.models.neftune import SampleNoise
 
 
 def original_module(model: nn.Module) -> nn.Module:
     """Unwrap a model from Fabric and the strategy."""
-    return model.module if isinstance(model, FabricModule) else model
+    lightning = sys.modules.get("toolkit.distributed.private_lightning")  # a plan wraps nothing and does not import it
+    return model.module if lightning and isinstance(model, lightning.FabricModule) else model
 
 
 def forward_inputs(model: nn.Module, batch: Batch, device: torch.device) -> dict[str, Any]:
