@@ -171,9 +171,10 @@ def test_progress_is_visible_without_a_terminal(hub, exported, capfd):
     assert "Fetching 6 files: 100%" in err
 
     hub.asked.clear()
-    assert main(["download", "org/tiny"]) == 0 and not hub.asked
-    assert capfd.readouterr().out == "checkpoints/org/tiny exists; to download it again, remove it\n"
-    for flags in (["--dtype", "float32"], ["--revision", "v2"], ["--tokenizer_only"]):
+    for flags in ([], ["--tokenizer_only"]):
+        assert main(["download", "org/tiny", *flags]) == 0 and not hub.asked
+        assert capfd.readouterr().out == "checkpoints/org/tiny exists; to download it again, remove it\n"
+    for flags in (["--dtype", "float32"], ["--revision", "v2"]):
         assert main(["download", "org/tiny", *flags]) == 2
 
 

@@ -23,7 +23,7 @@ def setup(
     Args:
         repo_id: The model's name on the hub, such as HuggingFaceTB/SmolLM2-135M-Instruct.
         out_dir: The new folder; an existing one must be empty. Default: checkpoints/<repo_id>, where commands find it
-            by repo_id; an existing model there is left as it is.
+            by repo_id; a model that is there is left as it is.
         revision: A branch, a tag or a commit; download.yaml records the commit.
         dtype: Dtype of the weights. Default: unchanged.
         convert: Convert to a checkpoint folder; false keeps the files as they are on the hub.
@@ -36,8 +36,8 @@ def setup(
         raise UserError("--convert false: has no effect with --tokenizer_only; remove it")
 
     target = Path(out_dir or f"checkpoints/{repo_id}")
-    is_default = convert and revision == "main" and not (out_dir or dtype or tokenizer_only)
-    if is_default and (target / "model_config.yaml").is_file():
+    holds = target / ("tokenizer.json" if tokenizer_only else "model_config.yaml")
+    if convert and revision == "main" and not (out_dir or dtype) and holds.is_file():
         return print(f"{target} exists; to download it again, remove it")
 
     import torch
