@@ -1,21 +1,20 @@
-"""Every command of the pages on several devices, troubleshooting.md, finetune.md and convert.md is run verbatim."""
+"""Every command of the pages runs, in reading order in one folder, and what a page promises of its results is true."""
 
 import contextlib
 import csv
 import dataclasses
 import json
-import os
 import re
-import subprocess
+import shutil
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.hub_stub import Hub
+from helpers.reader import FILES, ROOT, TRAINS, Reader, add_commands, commands_of, pages, run, shorten, text_of
 from helpers.small_runs import text_data
-from helpers.smollm2 import gguf_file
-from helpers.talker import make_talker
-from helpers.tiny_models import randomize
 
 from toolkit import extension
 from toolkit.checkpoints.folder import load_model
@@ -24,157 +23,131 @@ from toolkit.cli.parser import parse
 from toolkit.commands import all_commands
 from toolkit.config.command import CommandOptions
 from toolkit.config.other_tools import suggest_option
-from toolkit.data.tokenizer import train_bpe
 from toolkit.extension import KINDS
 from toolkit.models.families import family_of, get_config
 from toolkit.ui.loggers import read_metrics
 
-ROOT = Path(__file__).parents[1]
-
-
-def commands_of(*names: str) -> list[str]:
-    """Return the blocks of commands of these pages."""
-    pages = [(ROOT / "tutorials" / f"{name}.md").read_text() for name in names]
-    return [block for page in pages for block in re.findall(r"```bash\n(.*?)```", page, re.S)]
-
-
-BLOCKS = commands_of(
-    "distributed", "launching", "strategies", "plans", "run_files", "cluster",
-    "parallelism", "troubleshooting", "performance", "precision",
-)  # fmt: skip
-FINETUNE, CONVERT = commands_of("finetune", "finetune_modes"), commands_of("convert")
-PREFERENCES, METRIC = commands_of("preferences", "heads"), commands_of("metric")
-EXPERTS = commands_of("experts")
-SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 OTHER_TOOLS = [f"from_{tool}" for tool in ("litgpt", "trl", "axolotl", "nanogpt", "torchtitan", "torchtune")]
-# installs nothing: what the page installs must be there
-PIP = """\
-for word; do
-    case $word in install|-*|.*) ;; *) python -c "from importlib.metadata import version; version('$word')" ;; esac
-done"""
-
-
-# the programs of clusters: each resolves the options of the command in its file
-CLUSTERS = {
-    "sbatch": 'exec bash "$@"',
-    "srun": 'exec "$@" --print_config',
-    "kubectl": """exec python - "$3" <<'END'
-import subprocess, sys, yaml
-*_, job = yaml.safe_load_all(open(sys.argv[1]))
-subprocess.run([*job["spec"]["trainer"]["command"], "--print_config"], check=True)
-END""",
-    "sky": """exec python - "${@: -1}" <<'END'
-import subprocess, sys, yaml
-command = yaml.safe_load(open(sys.argv[1]))["run"].rstrip()
-subprocess.run(f"{command} --print_config", shell=True, check=True)
-END""",
-    "docker": 'until [ "$1" = --entrypoint=toolkit ]; do shift; done; shift 2; exec toolkit "$@" --print_config',
-}
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory) -> Path:
-    """A folder with scripts/ and stubs of the clusters' programs."""
-    folder = tmp_path_factory.mktemp("tutorial")
-    (folder / "scripts").symlink_to(ROOT / "scripts")
-    add_commands(folder, CLUSTERS)
-    page = (ROOT / "tutorials" / "distributed.md").read_text()
-    (folder / "guide.yaml").write_text(re.search(r"```yaml\n(distributed:.*?)```", page, re.S)[1])
-    return folder
+def reader(tmp_path_factory):
+    pytest.importorskip("transformers"), pytest.importorskip("peft"), pytest.importorskip("openai")
+    from helpers.s3 import serve  # slow to import
 
-
-def add_commands(folder: Path, commands: dict[str, str]) -> None:
-    """Write command stubs, as lines of bash."""
-    (folder / "bin").mkdir()
-    for name, lines in commands.items():
-        (folder / "bin" / name).write_text(f"#!/bin/bash -e\n{lines}\n")
-        (folder / "bin" / name).chmod(0o755)
-
-
-def run(block: str, folder: Path, **variables: str) -> subprocess.CompletedProcess:
-    """Run commands in the folder, with its stubs first on PATH."""
-    path = os.pathsep.join([str(folder / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
-    done = subprocess.run(
-        ["bash", "-e", "-c", block],
-        cwd=folder, env=os.environ | {"PATH": path} | variables, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert "Traceback" not in done.stderr
-    return done
-
-
-def test_there_are_commands():
-    text = "".join(BLOCKS)
-    assert len(BLOCKS) >= 6 and "torchrun" in text and "NODE_RANK" in text and "sbatch" in text
-
-
-CASES = [pytest.param(block, id=re.sub(r"\W+", "-", block)[:60]) for block in BLOCKS]
+    with Hub() as hub, serve() as s3:
+        s3.checks_keys = False
+        s3.client.create_bucket(Bucket="my-bucket")
+        reader = Reader(tmp_path_factory.mktemp("clone"), hub, s3.environ)
+        yield reader
+        reader.close()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", CASES)
-def test_commands_of_the_tutorial(block, workplace):
-    run(block, workplace)
-    for out_dir in re.findall(r"--out_dir (?!/|s3:)(\S+)", block):
-        assert (workplace / out_dir / "final" / "COMPLETE").exists()
+@pytest.mark.parametrize("page", pages())
+def test_commands_of_the_pages_run_in_reading_order(page, reader):
+    """In one folder: a page may need what the pages before it have made, so that ``-k`` selects too little."""
+    reader.read(page)
+    if page in RESULTS:
+        RESULTS[page](reader)
+
+
+def logged(reader: Reader, run: str) -> list[dict]:
+    return read_metrics(reader.folder / "out" / run / "logs" / "metrics.csv")
+
+
+def check_finetune(reader):
+    losses = [row["val_loss"] for row in logged(reader, "trivia") if row["val_loss"] == row["val_loss"]]
+    assert len(losses) == 4 and max(losses[1:]) < 0.9 * losses[0]
+
+
+def check_metric(reader):
+    assert (reader.folder / "out" / "capitals" / "best" / "COMPLETE").exists()
+    last = logged(reader, "margins")[-1]
+    names = ("short", "short_stderr", "longest", "margin", "margin_stderr", "choice", "choice_norm")
+    assert all(last[f"val_{name}"] == last[f"val_{name}"] for name in names) and 0 <= last["val_choice"] <= 1
+
+
+def check_experts(reader):
+    """The page's peft code loads adapters with the logits of toolkit's."""
+    code = re.search(r"```python\n(.*?)```", text_of("experts"), re.S)[1]
+    ids = torch.randint(0, 250, (2, 32), generator=torch.Generator().manual_seed(1))
+    with contextlib.chdir(reader.folder), torch.no_grad():
+        exec(re.sub(r'"allenai/[^"]+"', '"hub/experts"', code), names := {})
+        expected = names["model"].eval()(input_ids=ids).logits
+        for name in ("experts", "experts-further"):  # --from_peft trained another epoch
+            differs = (load_model(Path("out", name, "final")).eval()(ids) - expected).abs().max() / expected.abs().max()
+            assert (differs < 1e-5) == (name == "experts")
+
+
+def check_heads(reader):
+    with open(reader.folder / "predictions.csv") as file:
+        assert {row["prediction"] for row in csv.DictReader(file)} <= {"food", "science", "sports"}
+    last = logged(reader, "reward")[-1]
+    assert last["val_loss"] < 0.7 and last["val_accuracy"] > 0.5
+
+
+def check_distillation(reader):
+    """In the same steps, a small model gets closer to its teacher than without, and better."""
+    alone, distilled = logged(reader, "measure")[0], logged(reader, "distilled")[-1]
+    assert distilled["val_divergence"] < 0.8 * alone["val_divergence"]
+    assert distilled["val_next_token"] < alone["val_next_token"] - 0.05
+
+
+def check_convert(reader):
+    first, again = (reader.folder / "out" / name / "model.safetensors" for name in ("smollm2-hf", "again-hf"))
+    assert first.read_bytes() == again.read_bytes()
+
+
+def check_serve(reader):
+    code = re.search(r"```python\n(.*?)```", text_of("serve"), re.S)[1]
+    answer = json.loads(reader.last.stdout)["choices"][0]["message"]["content"]
+    assert reader.run(f"python - <<'END'\n{code}\nEND").stdout == answer != ""
+
+
+RESULTS = {name.removeprefix("check_"): check for name, check in globals().items() if name.startswith("check_")}
+
+
+def test_each_page_trains_in_its_own_folders():
+    """Commands refuse a folder that is in use, so that a second page with the same name fails."""
+    blocks = [(page, shorten(block)) for page in pages() for block in commands_of(page)]
+    used = {(page, name) for page, block in blocks for name in TRAINS.findall(block)}
+    assert len(used) > 60
+    assert not [name for name, n in Counter(name for _, name in used).items() if n > 1]
 
 
 def test_troubleshooting_page_names_options_that_exist():
-    page = (ROOT / "tutorials" / "troubleshooting.md").read_text()
+    page = text_of("troubleshooting")
     setups = [command.load() for command in all_commands().values()]
     known = {option for setup in setups for option in CommandOptions(setup).options()}
     named = set(re.findall(r"--([a-z_]+(?:\.[a-z_]+)?)", page))
     assert len(named) > 30 and named <= known | {"help"}
 
 
-def test_every_finetuning_and_conversion_command_parses(tmp_path, monkeypatch):
-    """Parsing only: the commands of the page record their arguments instead of running."""
-    nothing = dict.fromkeys(("pip", "python", "head", "tail", "curl"), "true")
-    record = {"toolkit": 'printf "%s\\0" "$@" "" >> "$ARGUMENTS"'}
-    record["torchrun"] = 'until [ "$1" = toolkit ]; do shift; done; exec "$@"'
-    add_commands(tmp_path, nothing | record)
+def test_every_command_parses(tmp_path, monkeypatch):
+    """Parsing only: commands of toolkit record their arguments, and nothing else runs."""
+    torchrun = 'while [ $# != 0 -a "$1" != toolkit ]; do shift; done; exec "$@"'
+    add_commands(tmp_path, {"toolkit": 'printf "%s\\0" "$@" "" >> "$ARGUMENTS"', "torchrun": torchrun})
+    for name in ("cat", "mkdir"):
+        (tmp_path / "bin" / name).symlink_to(shutil.which(name))
     (tmp_path / "config_hub").symlink_to(ROOT / "config_hub")
-    for block in FINETUNE + CONVERT + PREFERENCES + METRIC + EXPERTS + commands_of(*OTHER_TOOLS):
-        run(block, tmp_path, ARGUMENTS=str(tmp_path / "arguments"))
+    (tmp_path / "toolkit").symlink_to(".")  # the clone
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "activate").touch()
+    variables = {"ARGUMENTS": str(tmp_path / "arguments"), "PATH": str(tmp_path / "bin")}
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.setattr(extension, "_module_extensions", {})
+    for page in pages():
+        for name, content in FILES.findall(text_of(page)):
+            (tmp_path / name).write_text(content)
+        for block in commands_of(page):
+            run("command_not_found_handle() { :; }\n" + block, tmp_path, **variables)
     lines = [line.split("\0") for line in (tmp_path / "arguments").read_text().removesuffix("\0\0").split("\0\0")]
-    assert {name for name, *_ in lines} >= set(all_commands()) - {
-        "pretrain",
-        "prepare_data",
-        "generate",
-        "serve",
-        "launch",
-        "report",
-        "consolidate",
-        "verify",
-        "doctor",
-        "verify_parallel",
-        "schema",
-        "completion",
-    }
+    assert {name for name, *_ in lines} >= set(all_commands())
     for name, *options in lines:
-        if "gpt2_train_cfg.yaml" in options:
-            continue  # minGPT's: extensions/foreign/tests/test_other_formats.py
-        assert parse(name, options) is not None
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("page", OTHER_TOOLS)
-def test_commands_for_users_of_other_tools_run(page, tmp_path):
-    """What a CPU can do, with a tiny model in place of the hub's."""
-    make_talker(tmp_path / "checkpoints" / "HuggingFaceTB" / "SmolLM2-135M-Instruct", block_size=256)
-    rows = [{"prompt": f"{n} + 1?", "completion": f"{n + 1}"} for n in range(300)]
-    (tmp_path / "faq.json").write_text(json.dumps(rows))
-    (tmp_path / "faq.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (tmp_path / "input.txt").write_text("The quick brown fox jumps over the lazy dog.\n" * 200)
-    (tmp_path / "bin").mkdir()
-    blocks = [block for block in commands_of(page) if re.search("SmolLM2|pico-llama|CharText", block)]
-    assert blocks
-    for block in blocks:
-        block = re.sub(r"^toolkit download .*\n", "", block.replace("2000", "200"), flags=re.M)
-        run(block, tmp_path, CUDA_VISIBLE_DEVICES="")
-        for out_dir in re.findall(r"--out_dir (?!/|s3:)(\S+)", block):
-            assert (tmp_path / out_dir / "final" / "COMPLETE").exists()
+        if "gpt2_train_cfg.yaml" not in options:  # minGPT's: extensions/foreign/tests/test_other_formats.py
+            assert parse(name, options) is not None
 
 
 def test_pages_for_users_of_other_tools_agree_with_the_hints():
@@ -195,131 +168,6 @@ def test_pages_for_users_of_other_tools_agree_with_the_hints():
                         checked.add(name)
                         assert hint[1].rpartition(".")[2] in " ".join(cells[column:]), (page, line, hint[1])
     assert len(checked) > 30
-
-
-@pytest.mark.slow
-def test_finetuning_page_runs_from_top_to_bottom(tmp_path):
-    gguf_file()  # skips without it
-    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
-    add_commands(tmp_path, {"pip": PIP})
-    for block in FINETUNE:
-        done = run(block, tmp_path, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "huggingface"))
-        print(block, done.stdout, done.stderr, sep="\n")
-    with open(tmp_path / "out" / "trivia" / "logs" / "metrics.csv") as file:
-        losses = [float(row["val_loss"]) for row in csv.DictReader(file) if row["val_loss"]]
-    assert len(losses) == 4 and losses[0] > 6 and max(losses[1:]) < 2.7
-
-
-@pytest.mark.slow
-def test_metric_page(tmp_path):
-    """As it stands, with a tiny model that has a chat template."""
-    make_talker(tmp_path / "checkpoints" / "smollm2", block_size=128)
-    page = (ROOT / "tutorials" / "metric.md").read_text()
-    (tmp_path / "my_metrics.py").write_text(re.search(r"```python\n(.*?)```", page, re.S)[1])
-    for block in METRIC:
-        if "--eval.tasks" not in block:  # they are on the hub; see extensions/metric/tests/test_answer_metrics.py
-            run(block, tmp_path)
-    assert (tmp_path / "out" / "capitals" / "best" / "COMPLETE").exists()
-    last = read_metrics(tmp_path / "out" / "margins" / "logs" / "metrics.csv")[-1]
-    names = ("short", "short_stderr", "longest", "margin", "margin_stderr", "choice", "choice_norm")
-    assert all(last[f"val_{name}"] == last[f"val_{name}"] for name in names) and 0 <= last["val_choice"] <= 1
-
-
-@pytest.mark.slow
-def test_experts_page(tmp_path, corpus):
-    """On a random model of the same type; its peft code loads adapters with the logits of toolkit's."""
-    transformers, _ = pytest.importorskip("transformers"), pytest.importorskip("peft")
-    tokenizer = train_bpe([file.read_text() for file in sorted(corpus.iterdir())], 300)
-    template = "{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}"
-    eos = '{"eos_token": "<|endoftext|>"}'
-    files = {"chat_template.jinja": template, "special_tokens_map.json": eos, "added_tokens.json": "{}"}
-    tokenizer = tokenizer.with_files({name: text.encode() for name, text in files.items()})
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "eos_token_id": 0, "pad_token_id": None}
-    config = transformers.OlmoeConfig(vocab_size=tokenizer.vocab_size, **sizes, **experts)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    randomize(model, seed=0)
-    model.save_pretrained(tmp_path / "olmoe")
-    tokenizer.save(tmp_path / "olmoe")
-    run("toolkit convert_from_hf olmoe checkpoints/allenai/OLMoE-1B-7B-0924-Instruct", tmp_path)
-    rows = [{"prompt": f"token {i}", "completion": "reads a line"} for i in range(20)]
-    (tmp_path / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for block in EXPERTS:
-        if "toolkit download" not in block:
-            run(block, tmp_path)
-    page = (ROOT / "tutorials" / "experts.md").read_text()
-    ids = torch.randint(0, 300, (2, 32), generator=torch.Generator().manual_seed(1))
-    with contextlib.chdir(tmp_path), torch.no_grad():
-        exec(re.search(r"```python\n(.*?)```", page, re.S)[1], names := {})
-        expected = names["model"].eval()(input_ids=ids).logits
-        for name in ("experts", "further"):  # --from_peft trained another epoch
-            differs = (load_model(Path("out", name, "final")).eval()(ids) - expected).abs().max() / expected.abs().max()
-            assert (differs < 1e-5) == (name == "experts")
-
-
-@pytest.mark.slow
-def test_heads_page(tmp_path):
-    """As it stands, with a tiny model that has a chat template."""
-    make_talker(tmp_path / "checkpoints" / "smollm2", block_size=128)
-    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
-    run("python scripts/chatterbot_to_jsonl.py trivia.jsonl --topics trivia --form prompt", tmp_path)
-    for block in commands_of("heads"):
-        run(block, tmp_path)
-    with open(tmp_path / "predictions.csv") as file:
-        assert {row["prediction"] for row in csv.DictReader(file)} <= {"food", "science", "sports"}
-    last = read_metrics(tmp_path / "out" / "reward" / "logs" / "metrics.csv")[-1]
-    assert last["val_loss"] < 0.7 and last["val_accuracy"] > 0.5
-
-
-@pytest.mark.slow
-def test_distillation_page(tmp_path):
-    """In the same steps, a small model gets closer to its teacher than without, and better."""
-    for block in commands_of("distillation"):
-        run(block, tmp_path)
-    alone, distilled = (
-        read_metrics(tmp_path / "out" / name / "logs" / "metrics.csv")[row]
-        for name, row in (("measure", 0), ("distilled", -1))
-    )
-    assert distilled["val_divergence"] < 0.8 * alone["val_divergence"]
-    assert distilled["val_next_token"] < alone["val_next_token"] - 0.05
-
-
-@pytest.mark.slow
-def test_conversion_page_runs_from_top_to_bottom(tmp_path):
-    gguf_file()
-    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
-    add_commands(tmp_path, {"pip": PIP})
-    run("python scripts/smollm2_to_hf.py hub && toolkit convert_from_hf hub checkpoints/" + SMOLLM2, tmp_path)
-    for block in CONVERT:
-        if "toolkit download" not in block and "--push_to_hub" not in block:  # their tests have a hub
-            done = run(block, tmp_path)
-            print(block, done.stdout, done.stderr, sep="\n")
-    first, again = (tmp_path / "out" / name / "model.safetensors" for name in ("smollm2-hf", "again-hf"))
-    assert first.read_bytes() == again.read_bytes()
-
-
-@pytest.mark.slow
-def test_serving_page(tmp_path):
-    """As it stands, but on a free port."""
-    pytest.importorskip("starlette"), pytest.importorskip("openai")
-    make_talker(tmp_path / "checkpoints" / SMOLLM2, block_size=128)
-    add_commands(tmp_path, {"pip": "true"})
-    start, ask = commands_of("serve")
-    code = re.search(r"```python\n(.*?)```", (ROOT / "tutorials" / "serve.md").read_text(), re.S)[1]
-    path = os.pathsep.join([str(tmp_path / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
-    command = ["bash", "-e", "-c", start.replace("toolkit serve", "exec toolkit serve --port 0")]
-    server = subprocess.Popen(
-        command, cwd=tmp_path, env=os.environ | {"PATH": path}, stderr=subprocess.PIPE, text=True
-    )  # fmt: skip
-    try:
-        port = re.match(rf"http://127\.0\.0\.1:(\d+)/v1 serves {SMOLLM2} on ", server.stderr.readline())[1]
-        answer = json.loads(run(ask.replace("8000", port), tmp_path).stdout)
-        (tmp_path / "client.py").write_text(code.replace("8000", port))
-        assert run("python client.py", tmp_path).stdout == answer["choices"][0]["message"]["content"] != ""
-    finally:
-        server.terminate()
-        server.communicate()
-    assert server.returncode == 143
 
 
 EXTEND, CALLBACKS, OBJECTIVE, EXTENSION = (

@@ -19,12 +19,13 @@ TEMPLATE = (
 )
 
 
-def make_talker(folder: Path, block_size: int = 64) -> Path:
-    """Write the model; every byte is a token."""
-    tokenizer = train_bpe(["abc"], vocab_size=257).with_files({"chat_template.jinja": TEMPLATE.encode()})
+def make_talker(folder: Path, block_size: int = 64, n_merges: int = 0) -> Path:
+    """Write the model; every byte is a token, and the commonest ``n_merges`` pairs of them."""
+    size = 257 + n_merges
+    tokenizer = train_bpe(["abcabc"], vocab_size=size).with_files({"chat_template.jinja": TEMPLATE.encode()})
     template = ChatTemplate.from_tokenizer(tokenizer, None)
     torch.manual_seed(0)
-    config = ModelConfig(name="talker", block_size=block_size, vocab_size=257, n_layer=2, n_head=4, n_embd=64)
+    config = ModelConfig(name="talker", block_size=block_size, vocab_size=size, n_layer=2, n_head=4, n_embd=64)
     model = GPT(config)
     chats = []
     for first in ANSWERS:
