@@ -8,6 +8,7 @@ import torch
 import yaml
 from helpers.cases import slow_except
 from helpers.saving import save_sharded, write_checkpoint
+from safetensors.torch import load_file
 
 from tests.models.test_lora import ALL, LLAMA, NO_HEAD, adapted, base, tokens
 from toolkit.checkpoints import fingerprint as fingerprint_module
@@ -33,7 +34,7 @@ from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
 from toolkit.models.lora import is_adapter
-from toolkit.models.lora_config import LoRAConfig
+from toolkit.models.lora_config import SCORE, LoRAConfig
 
 
 def write_base(folder: Path, model: GPT) -> Path:
@@ -146,6 +147,26 @@ def test_merging_in_bf16_rounds_once(tmp_path):
     merge_in_place(folder)
     errors = [(m(tokens()).float() - expected).norm() for m in (load_model(folder), model)]
     assert errors[0] <= 1.5 * errors[1]
+
+
+def test_head_is_kept_in_fp32(tmp_path):
+    config = dataclasses.replace(
+        LLAMA, head="classification", labels=["a", "b"], problem_type="single_label_classification"
+    )
+    lora = LoRAConfig(**{**NO_HEAD, "r": 4, "alpha": 6})
+    model = adapted(config, torch.bfloat16, **lora.to_dict())
+    trained = torch.randn(model.score.lora.weight.shape)
+    model.score.lora.weight = torch.nn.Parameter(trained)
+    base_dir = write_base(tmp_path / "base", base(LLAMA, torch.bfloat16))
+    folder = write_adapted(tmp_path / "run", base_dir, model, lora)
+    assert MergedWeights(folder)[SCORE].dtype == torch.bfloat16
+    for command in ("merge_lora", "convert_to_hf --merge true"):
+        name, *words = command.split()
+        out_dir = tmp_path / name
+        target = [str(out_dir)] if words else ["--out_dir", str(out_dir)]
+        assert main([name, str(folder), *target, "--dtype", "float32", *words]) == 0
+    assert torch.equal(load_weights(tmp_path / "merge_lora")[SCORE], trained)
+    assert torch.equal(load_file(tmp_path / "convert_to_hf" / "model.safetensors")[SCORE], trained)
 
 
 def test_merge_reports_rounding_error(tmp_path, capsys):

@@ -51,7 +51,7 @@ class MergedWeights(Mapping[str, Tensor]):
         self._weights = load_compatible_weights(self.info.base, model)
         adapters = load_adapters(folder, model)
         if self.config.head is not None:
-            self._weights[SCORE] = adapters[TRAINED_SCORE].to(self._weights["transformer.wte.weight"].dtype)
+            self._weights[SCORE] = adapters[TRAINED_SCORE]
         model.load_state_dict(adapters, strict=False, assign=True)
         self._layers = {
             f"{name}.weight": part for name, part in model.named_modules() if isinstance(part, AdaptedLayer)
@@ -63,7 +63,8 @@ class MergedWeights(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         weight = self._weights[name]
         merged = self._layers[name].merged(weight) if name in self._layers else weight
-        return merged.to(resolve_weight_dtype(name, self._dtype) or weight.dtype)
+        stored = self._weights["transformer.wte.weight"] if name == SCORE else weight  # the adapters' head is fp32
+        return merged.to(resolve_weight_dtype(name, self._dtype) or stored.dtype)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._weights)
