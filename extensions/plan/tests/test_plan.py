@@ -307,6 +307,7 @@ def test_the_end_says_what_the_run_would_still_refuse(capsys, tmp_path, monkeypa
     base, rows = "meta-llama/Llama-3.2-1B", "--data.json_path missing.json"
     check_each(check, [
         (f"finetune_lora {base} {rows}", f"`toolkit download {base}`", "no such file"),
+        (f"finetune_lora {base}", f"`toolkit download {base}`", f"`toolkit finetune_lora {base} --data JSON"),
         (f"pretrain --initial_checkpoint_dir {base}", "the run has no limit", f"initial_checkpoint_dir {base}"),
         ("pretrain tiny-llama-1.1b --data Alpaca2k", "`toolkit download TinyLlama/TinyLlama_v1.1 --tokenizer_only`"),
     ])  # fmt: skip

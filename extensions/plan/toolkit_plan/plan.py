@@ -233,4 +233,5 @@ def missing_parts(args: RunArgs, options: TrainingOptions, refusal: str) -> list
             check()
         except UserError as error:
             errors.append(str(error))
-    return errors or [*filter(None, [refusal])]
+    folder = str(args.initial_checkpoint_dir)  # maybe temporary, see run_args_of
+    return [error.replace(folder, str(value)) for error in errors or filter(None, [refusal])]
