@@ -228,7 +228,7 @@ def test_defaults_are_three_epochs_and_those_of_the_command(base, questions):
         (["--train.max_seq_length", "256"], "--train.max_seq_length 256: .* takes at most 128 tokens"),
         (
             ["--train.global_batch_size", "64", "--train.micro_batch_size", "8"],
-            "has only 38 rows of at most 128 tokens; add data, or lower",
+            "has only 38 rows of at most 128 tokens; lower it, hold out less .--data.val_split_fraction., or add data",
         ),
     ],
 )

@@ -63,9 +63,11 @@ def prepare_data(
     count, batch_size = row_count(data.train), args.train.global_batch_size
     if count is not None and count < batch_size:
         rows = "samples" if seq_length is None else f"rows of at most {seq_length} tokens"
+        fixes = "lower it" if is_ragged(data.train) else "lower it or --train.max_seq_length"
+        if hasattr(args.data, "find_rows") and data.val is not None and args.data.find_rows()[1].val is None:
+            fixes += ", hold out less (--data.val_split_fraction)"
         raise UserError(
-            f"--train.global_batch_size {batch_size}: the training data has only {count} {rows}; add data, or lower it "
-            "or --train.max_seq_length"
+            f"--train.global_batch_size {batch_size}: the training data has only {count} {rows}; {fixes}, or add data"
         )
     return data
 
