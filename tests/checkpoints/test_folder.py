@@ -183,6 +183,7 @@ def test_other_tools_files_alone_need_an_extension(tmp_path, monkeypatch):
 def test_find_checkpoint_dir(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save(tmp_path / "checkpoints" / "meta" / "small", LLAMA)
+    save(tmp_path / "checkpoints" / "meta" / "tiny", LLAMA)
     save(tmp_path / "run" / "step-000005", LLAMA)
     save(tmp_path / "run" / "final", LLAMA)
     for name in ("hub", "small"):
@@ -201,6 +202,8 @@ def test_find_checkpoint_dir(tmp_path, monkeypatch):
         ("checkpoints", "holds no model_config.yaml; a run's models are in"),
         ("hub", "run `toolkit convert_from_hf hub checkpoints/hub` first"),
         ("small", "did you mean checkpoints/small?"),
+        ("Tiny", "Tiny: no such folder; did you mean meta/tiny?"),
+        ("checkpoints/tiny", "did you mean meta/tiny?"),
     ]:
         with pytest.raises(UserError, match=message):
             find_checkpoint_dir(value)

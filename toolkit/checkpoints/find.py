@@ -7,7 +7,7 @@ from typing import Any
 
 from toolkit.checkpoints.remote.access import local_folder
 from toolkit.checkpoints.store import FINAL, WEIGHTS, is_checkpoint_name, newest
-from toolkit.errors import UserError
+from toolkit.errors import UserError, did_you_mean
 from toolkit.io.safe_parse import read_yaml
 
 CONFIG, HYPERPARAMETERS = "model_config.yaml", "hyperparameters.yaml"
@@ -20,6 +20,10 @@ def find_checkpoint_dir(value: str | Path, option: str = "checkpoint_dir") -> Pa
     if path.is_file():
         raise UserError(f"{option} {value}: is a file; give the folder that holds it")
     if not folder.is_dir():
+        if path.parent in (Path(), Path("checkpoints")):
+            models = [str(file.parent.relative_to("checkpoints")) for file in Path("checkpoints").glob(f"*/*/{CONFIG}")]
+            if hint := did_you_mean(path.name, models, cutoff=1, normalize=lambda m: Path(m).name.lower(), display=str):
+                raise UserError(f"{option} {value}: no such folder{hint}")
         if is_checkpoint_name(path.name) or (path.parent != Path() and path.parent.is_dir()):
             raise UserError(
                 f"{option} {value}: no such folder, also not below checkpoints/; {_suggest_folder(path.parent)}"
