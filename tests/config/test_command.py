@@ -508,6 +508,24 @@ def test_words_of_other_tools_have_their_hint():
     check_each(check, WORDS_OF_OTHER_TOOLS.items())
 
 
+def test_path_in_place_of_a_data_class_has_its_option(tmp_path):
+    def check(file: str, hint: str) -> None:
+        (folder := tmp_path / file.replace(".", "-")).mkdir()
+        (folder / file).touch()
+        for path in (folder, folder / file):
+            with pytest.raises(UserError) as caught:
+                cli_parser.parse("pretrain", ["--data", str(path)])
+            assert hint.replace("PATH", str(path)) in str(caught.value)
+
+    check_each(check, [
+        ("a.txt", "no such class; use --data TextFiles --data.train_data_path PATH"),
+        ("train.csv", "; use --data CSV --data.csv_path PATH"),
+        ("val.jsonl", "; use --data JSON --data.json_path PATH"),
+        ("chunk-0-0.bin", "; use --data LitData --data.data_path PATH"),
+        ("a.md", "--data TextFiles --data.train_data_path FILE"),
+    ])  # fmt: skip
+
+
 def test_missing_positional_shows_the_usage():
     def setup(checkpoint_dir: str, out_dir: str, dtype: str | None = None) -> None:
         """Try."""

@@ -13,7 +13,7 @@ from dataclasses import is_dataclass
 from typing import Any, Literal, get_args, get_origin
 
 from toolkit.config.classes import Option, classes_of, find_class, has_short_name, kind_of, parameters_of
-from toolkit.config.other_tools import CLASS_HINTS, VALUE_HINTS, suggest_option
+from toolkit.config.other_tools import CLASS_HINTS, VALUE_HINTS, suggest_data, suggest_option
 from toolkit.config.types import describe, expand_integer, is_mapping, is_restricted, limits, union_members
 from toolkit.config.values import OptionValue, instantiate, with_entry
 from toolkit.dotted_paths import import_object
@@ -182,7 +182,8 @@ class CommandOptions:
             cls = load_registered(kind, name)  # says why it does not import
         if cls is None:
             choices = self.choices(key)
-            near = CLASS_HINTS.get(name) or did_you_mean(name, choices, cutoff=0.65)
+            near = suggest_data(value.text) if key == "data" and os.path.exists(value.text) else CLASS_HINTS.get(name)
+            near = near or did_you_mean(name, choices, cutoff=0.65)
             near = near or f"; known are {', '.join(choices)}"
             raise UserError(f"{value.display(key)}: no such class{near}")
         if not (inspect.isclass(cls) and issubclass(cls, base)):

@@ -5,6 +5,7 @@ the line is for training commands, or after ``-NAME`` for commands with that opt
 """
 
 from collections.abc import Callable, Container
+from pathlib import Path
 
 _TABLE = """
 lr = train.learning_rate
@@ -139,6 +140,15 @@ def suggest_option(key: str, valid_names: Container[str], show: Callable[[str], 
     return ""
 
 
+def suggest_data(path: str) -> str:
+    """Return a hint for an existing file or folder that is given as ``--data``."""
+    names = [path, *map(str, Path(path).glob("*"))]
+    for suffix, option in _DATA_OPTIONS.items():
+        if any(name.endswith(suffix) for name in names):
+            return f"; use --data {option} {path}"
+    return CLASS_HINTS["txt"]
+
+
 def _hints(table: str) -> dict[str, str]:
     """Return {name: hint} of lines ``name name ... = hint``."""
     lines = [line.partition(" = ") for line in table.strip().splitlines()]
@@ -180,6 +190,15 @@ PPO GRPO RLOO = reinforcement learning is not available; use TRL
 Deita LongForm FLAN = use JSON with --data.json_path FILE, or HuggingFace with --data.repo_id NAME
 """)
 """Hints for other tools' data modules and objectives."""
+
+_DATA_OPTIONS = {
+    ".bin": "LitData --data.data_path",
+    ".txt": "TextFiles --data.train_data_path",
+    ".csv": "CSV --data.csv_path",
+    ".parquet": "Parquet --data.parquet_path",
+    ".jsonl": "JSON --data.json_path",
+    ".json": "JSON --data.json_path",
+}
 
 COMMAND_HINTS = _hints("""
 sft train finetune = use finetune_full or finetune_lora; pretrain for plain text
