@@ -41,7 +41,8 @@ def load_checkpoint(
         checkpoint_dir: A folder, or a name below ``checkpoints/``.
         base_checkpoint_dir: New path of the adapters' base model, if it has moved.
         accelerator: Device type.
-        precision: Dtype of the weights; default: bf16-true on a CUDA device that supports it, else the checkpoint's.
+        precision: Dtype of the weights; default: bf16-true on a CUDA device that supports it, else the checkpoint's; on
+            a CPU, 32-true with ``takes_head``, as in validation.
         quantize: See :func:`load_quantized`.
         verify_checkpoint: Whether to verify the files' checksums.
         takes_head: Whether the model may have a score layer in place of the LM head.
@@ -52,6 +53,8 @@ def load_checkpoint(
     dtype = _DTYPES[precision]
     if dtype is None and device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
         dtype = torch.bfloat16
+    elif dtype is None and device == "cpu" and takes_head:
+        dtype = torch.float32
     model = load_quantized(folder, quantize, device, dtype, base_checkpoint_dir)
     if not takes_head:
         require_language_model(model.config, f"checkpoint_dir {folder}")

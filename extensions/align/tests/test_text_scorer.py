@@ -2,8 +2,11 @@
 
 import json
 import math
+import shutil
+from pathlib import Path
 
 import pytest
+import torch
 from helpers.cases import check_each
 from helpers.chatml import CHATML
 from helpers.small_runs import write_base
@@ -13,6 +16,7 @@ from toolkit_align.reward import reward
 from toolkit_align.text_scorer import TextScorer
 from toolkit_metric.prompts import prompt_template, read_prompts
 
+from toolkit.checkpoints.weights import load_weights, save_weights
 from toolkit.data import JSON, Preference
 from toolkit.data.chat.template import Encoding
 from toolkit.data.sft.schemas import Record
@@ -38,6 +42,14 @@ def folders(tmp_path_factory, corpus):
 @pytest.fixture(scope="module")
 def scorer(folders):
     return TextScorer(folders["reward"], base_checkpoint_dir=None, accelerator="cpu", precision=None)
+
+
+def test_16_bit_weights_score_in_fp32_on_a_cpu(folders, tmp_path):
+    weights = load_weights(Path(shutil.copytree(folders["reward"], tmp_path / "m")))
+    save_weights({name: weight.bfloat16() for name, weight in weights.items()}, tmp_path / "m" / "lit_model.pth")
+    for precision, dtype in ((None, torch.float32), ("bf16-true", torch.bfloat16)):
+        scorer = TextScorer(str(tmp_path / "m"), base_checkpoint_dir=None, accelerator="cpu", precision=precision)
+        assert {p.dtype for p in scorer.model.parameters()} == {dtype}
 
 
 def chatml(*turns: tuple[str, str]) -> str:

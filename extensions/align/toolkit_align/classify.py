@@ -45,7 +45,8 @@ def setup(
         batch_size: Texts per forward pass.
         base_checkpoint_dir: Base model of the adapters. Default: the path recorded in training.
         accelerator: Device type.
-        precision: Dtype of weights and computation. Default: bf16-true on CUDA, else the checkpoint's.
+        precision: Dtype of weights and computation. Default: 32-true on a CPU, bf16-true on CUDA, else the
+            checkpoint's.
         verify_checkpoint: Verify checksums before loading; false accepts edited files.
     """
     if texts == "-":
