@@ -84,12 +84,13 @@ code, out, err = json.load(connection.makefile())
 sys.stdout.write(out), sys.stderr.write(err), sys.exit(code)
 """
 COMMAND = """\
-import os, sys
+import os, sys, torch
 from huggingface_hub import constants
 from toolkit.cli import main
 files = constants.HUGGINGFACE_CO_URL_TEMPLATE
 constants.HUGGINGFACE_CO_URL_TEMPLATE = os.environ["HF_ENDPOINT"] + files[files.index("/{"):]
 constants.ENDPOINT, constants.HF_HUB_OFFLINE = os.environ["HF_ENDPOINT"], False
+torch.set_num_threads(1)  # makes the pool anew that a fork has broken, before transformers' threads race for it
 if __name__ == "__main__":
     raise SystemExit(main(sys.argv[1:]))
 """
