@@ -105,8 +105,8 @@ def test_rank_0_looks_once_a_second(tmp_path):
 def test_max_skipped_counts_steps_in_a_row(norm, message):
     result = StepResult(1.0, norm, True, {})
     args = SimpleNamespace(train=TrainArgs(max_skipped=2))
-    state = SimpleNamespace(progress=SimpleNamespace(step=6))
-    run = SimpleNamespace(skipped_steps=0, skipped_in_a_row=0, args=args, state=state)
+    progress = SimpleNamespace(step=6)
+    run = SimpleNamespace(skipped_steps=0, skipped_in_a_row=0, args=args, progress=progress)
     for skipped in (True, True, False, True, True):
         Run.count_skipped(run, result._replace(skipped=skipped))
     with pytest.raises(GuardError, match=f"step 7: .*{message}.* in 3 steps"):
