@@ -78,7 +78,7 @@ $(VENV)/bin/uv:
 
 $(VENV)/.core: $(VENV)/bin/uv pyproject.toml constraints.txt overrides.txt
 	@echo "Installing toolkit into $(VENV) (once)"
-	$(UV) -e '.[plot]'
+	$(UV) -e '.[plot,serve]'
 	touch $@
 
 $(VENV)/.test: $(VENV)/.core $(wildcard extensions/*/pyproject.toml)

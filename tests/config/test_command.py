@@ -521,8 +521,7 @@ def test_path_in_place_of_a_data_class_has_its_option(tmp_path):
         ("a.txt", "no such class; use --data TextFiles --data.train_data_path PATH"),
         ("train.csv", "; use --data CSV --data.csv_path PATH"),
         ("val.jsonl", "; use --data JSON --data.json_path PATH"),
-        ("chunk-0-0.bin", "; use --data LitData --data.data_path PATH"),
-        ("a.md", "--data TextFiles --data.train_data_path FILE"),
+        ("train.bin", "; known are "),
     ])  # fmt: skip
 
 

@@ -44,7 +44,7 @@ STAND_INS = [
     (r"toolkit pretrain --config gpt2_train_cfg.yaml", "", "minGPT's file: extensions/foreign/tests"),
     (r"toolkit doctor --prove .*", "", "a GPU"),
     (r"(?!toolkit (plan|launch) ).*--(devices|nproc_per_node) 8.*", "", "eight GPUs"),
-    (r".*--push_to_hub.*", "", "tests/commands/test_convert.py"),
+    (r"(.*) --push_to_hub \S+(.*)", r"\1\2", "tests/commands/test_push_to_hub.py"),
     (r".*--(eval\.)?tasks [\w,]*(arc_easy|hellaswag).*", "", "data of the hub"),
     (r".*HuggingFaceFW.*", "", "data of the hub"),
     (r"(.*--data) HuggingFace \S+ \S+ --data.packing best_fit \S+ 2048(.*)", rf"\1 {OWN}\2", "data of the hub"),

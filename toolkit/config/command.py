@@ -182,8 +182,9 @@ class CommandOptions:
             cls = load_registered(kind, name)  # says why it does not import
         if cls is None:
             choices = self.choices(key)
-            near = suggest_data(value.text) if key == "data" and os.path.exists(value.text) else CLASS_HINTS.get(name)
-            near = near or did_you_mean(name, choices, cutoff=0.65)
+            near = CLASS_HINTS.get(name) or did_you_mean(name, choices, cutoff=0.65)
+            if key == "data" and os.path.exists(value.text):
+                near = suggest_data(value.text) or near
             near = near or f"; known are {', '.join(choices)}"
             raise UserError(f"{value.display(key)}: no such class{near}")
         if not (inspect.isclass(cls) and issubclass(cls, base)):

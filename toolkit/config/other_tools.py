@@ -146,7 +146,7 @@ def suggest_data(path: str) -> str:
     for suffix, option in _DATA_OPTIONS.items():
         if any(name.endswith(suffix) for name in names):
             return f"; use --data {option} {path}"
-    return CLASS_HINTS["txt"]
+    return ""
 
 
 def _hints(table: str) -> dict[str, str]:
@@ -192,7 +192,6 @@ Deita LongForm FLAN = use JSON with --data.json_path FILE, or HuggingFace with -
 """Hints for other tools' data modules and objectives."""
 
 _DATA_OPTIONS = {
-    ".bin": "LitData --data.data_path",
     ".txt": "TextFiles --data.train_data_path",
     ".csv": "CSV --data.csv_path",
     ".parquet": "Parquet --data.parquet_path",

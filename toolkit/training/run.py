@@ -129,7 +129,7 @@ class Run(Launch):
     @property
     def run(self) -> Run:
         """Deprecated: the run itself."""
-        text = "trainer.run and trainer.state are the trainer itself, a Run: remove .run or .state"
+        text = "trainer.run and trainer.state are the trainer itself: remove .run or .state; .state.model is .spec"
         warnings.warn(text, DeprecationWarning, stacklevel=2)
         return self
 

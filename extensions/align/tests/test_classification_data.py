@@ -59,5 +59,5 @@ def test_options_and_labels_without_a_use_are_said(prepare):
     assert "Data: not read in training: weight of messages" in lines
     _, lines = prepare(texts, label_column="id", val_split_fraction=0.0)
     assert any(
-        "6 labels" in line and "each text has another label: see --data.label_column id" in line for line in lines
+        "6 labels" in line and "every text has a different label: see --data.label_column id" in line for line in lines
     )

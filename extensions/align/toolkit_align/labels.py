@@ -117,7 +117,7 @@ class Labeling:
             weights = self._weights(names, counts)
             targets = [[float(i), weights[i]] for (i,) in rows]
             if {*counts} == {1} and len(names) > 2:
-                text += f"; each text has another label: see --data.label_column {self.label_column}"
+                text += f"; every text has a different label: see --data.label_column {self.label_column}"
         return np.array(targets, np.float32), (names, problem, text)
 
     def _encode_numbers(self, records: Sequence[Record]) -> tuple[np.ndarray, tuple[list[str], str, str]]:
