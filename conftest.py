@@ -18,6 +18,7 @@ from helpers.corpus import WORDS
 from helpers.surroundings import (
     Folders,
     SlowCollections,
+    default_signals,
     freeze_objects,
     replace_environment,
     set_cpu,
@@ -27,10 +28,7 @@ from helpers.surroundings import (
 
 set_environment()  # before torch and others are imported, which read it
 
-for _number in (signal.SIGINT, signal.SIGHUP):  # ignored in the background of a script and under nohup; processes
-    if signal.getsignal(_number) is signal.SIG_IGN:  # that tests start would inherit it
-        signal.signal(_number, signal.default_int_handler)
-
+default_signals()
 
 _collections = SlowCollections()
 

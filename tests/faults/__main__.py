@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from itertools import zip_longest
 
+from helpers.surroundings import default_signals
+
 from tests.faults import core
 from tests.faults.page import write_page
 from tests.faults.shim import preloaded_processes
@@ -61,6 +63,7 @@ def main() -> int:
     parser.add_argument("--limit", type=int, help="trials of each subject, drawn at random")
     parser.add_argument("--minutes", type=float, help="start no trial later than this")
     options = parser.parse_args()
+    default_signals()
     commit, machine, started_at = core.commit(), core.machine(), time.monotonic()
     core.TRIALS.parent.mkdir(parents=True, exist_ok=True)
     done = {(t["way"], t["subject"], t["seed"]) for t in core.read_trials() if t["commit"] == commit}

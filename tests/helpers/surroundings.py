@@ -8,6 +8,7 @@ import gc
 import locale
 import os
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Iterator
@@ -31,6 +32,13 @@ TORCH = {  # one thread per process: bit-equality, and two cores
 N_CPUS = 2
 SLOW_COLLECTION_S = 0.01
 MAX_TMPDIR = 60  # characters; the path of a process's socket has 32 more, and may have 103
+
+
+def default_signals() -> None:
+    """Undo what the background of a script and nohup ignore: processes that tests start would inherit it."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler)
 
 
 def set_environment() -> None:
