@@ -26,7 +26,7 @@ PACKAGES = [  # jsonargparse, PyYAML, rich and pytest with what they need
 ]  # fmt: skip
 CLI = [
     "help_is_fast_and_does_not_import_torch", "help_is_one_screen_that_names_the_rest", "overview_lists_every_command",
-    "only_the_selected_command_is_imported", "cli_module_runs_as_a_script", "user_errors_in_a_real_process",
+    "only_the_selected_command_is_imported", "user_errors_in_a_real_process",
     "broken_pipe_exits_cleanly",
 ]  # fmt: skip
 TESTS = [  # one that fails for want of a package does not count
