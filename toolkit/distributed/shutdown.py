@@ -173,7 +173,9 @@ class ShutdownCoordinator:
         self._done.set()
 
     def _watch(self) -> None:
-        parent = os.getppid() if os.environ.get(PARENT) == str(os.getppid()) else None
+        parent = int(os.environ[PARENT]) if PARENT in os.environ else None
+        if os.getppid() not in (parent, 1):  # an inherited variable; 1: the parent was killed before this thread began
+            parent = None
         while not (self._started.is_set() or self._run_has_ended(parent)):
             if self._done.wait(0.5):
                 return
