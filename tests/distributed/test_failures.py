@@ -31,6 +31,7 @@ from torch import distributed as dist
 
 from toolkit import cli
 from toolkit.distributed import private_lightning, run_group, shutdown
+from toolkit.distributed.launchers import PARENT
 from toolkit.distributed.run_group import RunGroup, Timeouts
 from toolkit.distributed.shutdown import ShutdownCoordinator
 from toolkit.distributed.world import WorldInfo
@@ -70,6 +71,17 @@ def test_killed_rank_0_ends_the_other_ranks(corpus, tmp_path):
     read_until(process, "step 1/")
     process.kill()
     ended(process, -signal.SIGKILL, f"lost contact with rank 0{ABORTING}", within=25)
+
+
+@pytest.mark.slow
+def test_rank_0_killed_while_rank_1_starts_ends_both(corpus, tmp_path):
+    """Its watchdog does not run yet: it sees that its launcher is gone when it begins."""
+    process = start(*PRETRAIN, *TWO, *flags_for(corpus, tmp_path))
+    while len(group_members(process)) < 2 and process.poll() is None:
+        time.sleep(0.01)
+    process.kill()
+    _, err = finish(process, 90)  # without the watchdog, 10 minutes: the limit of a start
+    assert process.returncode == -signal.SIGKILL and err.startswith("toolkit: lost contact with rank 0"), err
 
 
 @pytest.mark.parametrize("rank", [slow(1), slow(0)])
@@ -314,10 +326,10 @@ def test_s5_failed_preparation_ends_the_wait():
 
 def test_watchdog_detects_through_the_store_that_another_node_ended():
     first, second = groups_of_two(nodes=2)
-    assert not second.shutdown._run_has_ended(None)
+    assert not second.shutdown._run_has_ended()
     first.shutdown._publish("ended")
     second.shutdown._listen()
-    assert second.shutdown._run_has_ended(None)
+    assert second.shutdown._run_has_ended()
 
 
 def test_unresponsive_store_does_not_block_the_watchdog(monkeypatch):
@@ -332,6 +344,22 @@ def test_unresponsive_store_does_not_block_the_watchdog(monkeypatch):
     coordinator._started.set()
     assert left.wait(5)
     coordinator.done()
+
+
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_rank_ends_if_its_launcher_was_killed_before_the_watchdog_began(monkeypatch, local_rank):
+    """A variable that rank 0 inherited from an ended process says nothing: nobody launched it."""
+    launcher = subprocess.Popen(["true"], stdout=subprocess.PIPE)
+    launcher.stdout.read()  # exited, and not yet waited for
+    monkeypatch.setenv(PARENT, str(launcher.pid))
+    coordinator = ShutdownCoordinator(WorldInfo(2, 1, 0, local_rank, "manual", False))
+    left = threading.Event()
+    monkeypatch.setattr(shutdown, "KILL_AFTER_S", 0.1)
+    monkeypatch.setattr(shutdown.os, "_exit", lambda code: left.set())
+    coordinator.watch()
+    assert left.wait(5 if local_rank else 1) == bool(local_rank)
+    coordinator.done()
+    launcher.wait()
 
 
 def test_lost_rank_in_a_callbacks_collective_is_a_lost_rank():

@@ -28,6 +28,7 @@ from toolkit.errors import (
     mark_reported,
     notice,
 )
+from toolkit.io.tempfiles import is_alive
 from toolkit.io.threads import call_with_timeout
 
 EXIT_TIMEOUT_S = 5.0  # for the processes of a failed run to exit
@@ -173,10 +174,9 @@ class ShutdownCoordinator:
         self._done.set()
 
     def _watch(self) -> None:
-        parent = int(os.environ[PARENT]) if PARENT in os.environ else None
-        if os.getppid() not in (parent, 1):  # an inherited variable; 1: the parent was killed before this thread began
-            parent = None
-        while not (self._started.is_set() or self._run_has_ended(parent)):
+        parent = int(os.environ.get(PARENT, 0))
+        is_child = os.getppid() == parent  # not of an inherited variable, nor if the launcher was killed before this
+        while not (self._started.is_set() or self._run_has_ended() or self._launcher_has_ended(parent, is_child)):
             if self._done.wait(0.5):
                 return
         if self._done.wait(KILL_AFTER_S):
@@ -190,9 +190,11 @@ class ShutdownCoordinator:
         _kill_children()
         os._exit(verdict.exit_code)
 
-    def _run_has_ended(self, parent: int | None) -> bool:
-        """Whether a process that this one depends on has ended."""
-        return self._peer_ended.is_set() or bool(self._describe_lost_peer()) or parent not in (None, os.getppid())
+    def _run_has_ended(self) -> bool:
+        return self._peer_ended.is_set() or bool(self._describe_lost_peer())
+
+    def _launcher_has_ended(self, parent: int, is_child: bool) -> bool:
+        return os.getppid() != parent and (is_child or (self.world.local_rank > 0 < parent and not is_alive(parent)))
 
     # ---- messages at the store
 

@@ -39,7 +39,7 @@ def sweep(folder: Path) -> None:
 def has_ended(name: str) -> bool:
     """Whether a temporary name or :func:`temporary_prefix` is from a process of this machine that has ended."""
     pid = name.removeprefix(_prefix()).partition("-")[0]
-    return name.startswith(_prefix()) and pid.isdigit() and not _is_alive(int(pid))
+    return name.startswith(_prefix()) and pid.isdigit() and not is_alive(int(pid))
 
 
 def remove(paths: Iterable[Path]) -> None:
@@ -85,7 +85,10 @@ def _last_change(path: Path) -> float:
         return time.time()
 
 
-def _is_alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
+    """Whether a process runs. On Linux, one that has exited and whose parent has not yet noticed does not."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
