@@ -336,6 +336,7 @@ UNBOUNDED = {  # reads without a limit, with the reason
         "distributed/cpu_memory.py root / 'proc' / 'self' / 'cgroup'", "distributed/cpu_memory.py above / file",
         "toolkit_doctor/environment.py Path('/proc/cpuinfo')", "toolkit_doctor/environment.py Path('/proc/meminfo')",
         "distributed/device.py Path('/proc/meminfo')", "io/tempfiles.py _BOOT_ID",
+        "io/tempfiles.py Path(f'/proc/{pid}/stat')",
         "training/memory_stats.py Path('/proc/self/statm')",
     },
     "installed": {
