@@ -516,13 +516,13 @@ def test_cuda_width_padding_is_in_no_metric(tmp_path, monkeypatch):
     options = {"val_dataset": TokenDataset(), "eval": {"interval": 2}}
     plain = train(config, out_dir=tmp_path / "plain", **options)
     monkeypatch.setattr(data_reader, "choose_padding", lambda device, *given: choose_padding("cuda", *given))
-    train_step = engine.train_step
+    train_step = engine.launch_step
 
     def look(*args, **options):
         found.append(torch.are_deterministic_algorithms_enabled())
         return train_step(*args, **options)
 
-    monkeypatch.setattr(engine, "train_step", look)
+    monkeypatch.setattr(engine, "launch_step", look)
     widths = []
     monkeypatch.setattr(GPT, "forward", watching(GPT.forward, widths))
     padded = train(config, out_dir=tmp_path / "padded", deterministic=True, **options)

@@ -46,7 +46,7 @@ from toolkit.models import aligned
 from toolkit.models.mlp import LLaMAMLP
 from toolkit.planning import resolve
 from toolkit.private_torch import local_shard
-from toolkit.training import build, checkpointer, data_reader, engine, model_spec
+from toolkit.training import build, checkpointer, data_reader, engine, launched_step, model_spec
 from toolkit.training.callbacks.replicas import ReplicaCheck
 from toolkit.training.model_spec import unwrapped
 
@@ -158,15 +158,15 @@ def options_of(module) -> dict:
     return {}
 
 
-def counting(seen: dict, train_step):
+def counting(seen: dict, launch_step):
     """Count the collectives of the third step in a trace of the older profiler: torch.profiler takes 2 s to start."""
     steps = iter(range(10**9))
 
     def counted(*args, **options):
         if next(steps) != 2:
-            return train_step(*args, **options)
+            return launch_step(*args, **options)
         torch.autograd._enable_profiler_legacy(profiler_legacy.profile().config())
-        result = train_step(*args, **options)
+        result = launch_step(*args, **options)
         records = chain.from_iterable(torch.autograd._disable_profiler_legacy())
         names = Counter(record.name() for record in records if record.kind() == "push")
         own = ("gloo:", "toolkit::gather", "toolkit::scatter")
@@ -176,7 +176,7 @@ def counting(seen: dict, train_step):
     return counted
 
 
-def recording_gradients(file: Path, train_step):
+def recording_gradients(file: Path, launch_step):
     """Write the unsharded gradients of the first step to ``file``."""
 
     def record(module) -> None:
@@ -194,7 +194,7 @@ def recording_gradients(file: Path, train_step):
         module, is_first = unwrapped(update.model), not file.exists()
         if is_first:
             hook = update.optimizer.optimizer.register_step_pre_hook(lambda *_: record(module))
-        result = train_step(objective, update, *arguments)
+        result = launch_step(objective, update, *arguments)
         if is_first:
             hook.remove()
         return result
@@ -202,12 +202,12 @@ def recording_gradients(file: Path, train_step):
     return recorded
 
 
-def counting_graphs(seen: dict, train_step):
+def counting_graphs(seen: dict, launch_step):
     """Count the compiled graphs after each step."""
     counters["stats"].clear()
 
     def counted(*args, **options):
-        result = train_step(*args, **options)
+        result = launch_step(*args, **options)
         seen.setdefault("graphs", []).append(counters["stats"]["unique_graphs"])
         return result
 
@@ -255,6 +255,8 @@ def broken(kind: str):
         gather_in_fp8 = partial(model_spec.gather_in_fp8, device="cpu")
         stack.enter_context(mock.patch.object(model_spec, "gather_in_fp8", gather_in_fp8))
         return stack
+    if kind == "late":  # no fault: as on CUDA, the host reads a step's result when the next one is launched
+        return mock.patch.object(launched_step, "LATE_ON", {"cpu"})
     if kind == "weights of the MLPs are not used":
         return mock.patch.object(LLaMAMLP, "forward", lambda self, x: x)
     if kind == "no permission on rank 1":
@@ -264,13 +266,13 @@ def broken(kind: str):
     if kind.startswith("slow disk on rank "):  # no fault, either
         return slow_disk(int(kind[-1]))
     if kind == "inf in a moment on rank 1":
-        return mock.patch.object(engine, "train_step", with_inf(engine.train_step))
+        return mock.patch.object(engine, "launch_step", with_inf(engine.launch_step))
     if kind == "the search for NaN fails on rank 1":
         return mock.patch.object(checkpointer, "nonfinite_state", failing_search)
     if kind == "slow data on rank 1":
         return slow_loading(data_reader.DataReader.read)
     if kind == "nan on rank 1":
-        return mock.patch.object(engine, "train_step", with_nan(engine.train_step))
+        return mock.patch.object(engine, "launch_step", with_nan(engine.launch_step))
     if kind in ("by a callback", "by the data"):
         return nullcontext()
     if kind == "a callback on rank 1":  # no fault: it looks at the gradients
@@ -311,13 +313,13 @@ def forbidden(write_data):
     return write
 
 
-def with_inf(train_step):
+def with_inf(launch_step):
     """Make an optimizer state of rank 1 non-finite after the third step; the loss stays finite."""
     steps = iter(range(10**9))
 
     def step(objective, update, *arguments):
         optimizer = update.optimizer
-        result = train_step(objective, update, *arguments)
+        result = launch_step(objective, update, *arguments)
         if next(steps) == 2 and dist.get_rank() == 1:
             state = next(s for s in optimizer.state.values() if s["exp_avg_sq"].numel())
             state["exp_avg_sq"].view(-1)[0] = float("inf")
@@ -342,7 +344,7 @@ def slow_loading(read):
     return stack
 
 
-def with_nan(train_step):
+def with_nan(launch_step):
     """Make rank 1's third loss non-finite; that step must leave weights and optimizer state alone on every rank."""
     steps = iter(range(10**9))
 
@@ -351,12 +353,17 @@ def with_nan(train_step):
         if next(steps) == 2 and dist.get_rank() == 1:
             unwrapped(model).register_forward_hook(lambda module, inputs, out: (out[0] * float("nan"), out[1]))
         before = copy.deepcopy([list(map(shard_of, model.parameters())), list(optimizer.state.values())])
-        try:
-            return train_step(objective, update, *arguments)
-        except GuardError:
-            after = [list(map(shard_of, model.parameters())), list(optimizer.state.values())]
-            torch.testing.assert_close(after, before, rtol=0, atol=0)
-            raise
+        result = launch_step(objective, update, *arguments)
+
+        def read():
+            try:
+                return result()
+            except GuardError:
+                after = [list(map(shard_of, model.parameters())), list(optimizer.state.values())]
+                torch.testing.assert_close(after, before, rtol=0, atol=0)
+                raise
+
+        return read
 
     return step
 
@@ -388,13 +395,13 @@ def live(
             if "memory" in look_at:
                 stack.enter_context(mock.patch.object(build, "build_model", measuring(seen, build.build_model)))
             if "collectives" in look_at:
-                stack.enter_context(mock.patch.object(engine, "train_step", counting(seen, engine.train_step)))
+                stack.enter_context(mock.patch.object(engine, "launch_step", counting(seen, engine.launch_step)))
             if "gradients" in look_at:
                 file = cases.parent.parent / f"{case['name']}.gradients"
-                step = recording_gradients(file, engine.train_step)
-                stack.enter_context(mock.patch.object(engine, "train_step", step))
+                step = recording_gradients(file, engine.launch_step)
+                stack.enter_context(mock.patch.object(engine, "launch_step", step))
             if "graphs" in look_at:
-                stack.enter_context(mock.patch.object(engine, "train_step", counting_graphs(seen, engine.train_step)))
+                stack.enter_context(mock.patch.object(engine, "launch_step", counting_graphs(seen, engine.launch_step)))
             if case["fault"]:
                 stack.enter_context(broken(case["fault"]))
             seen["exit"] = cli.main([*case["command"].split(), *layout, *case["flags"]])

@@ -21,7 +21,7 @@ def writes_that_last(steps: int, at_wait: Callable[[], None] = lambda: None) -> 
     ``at_wait`` is called when the run waits for a write that has not begun.
     """
     condition, done, is_awaited = threading.Condition(), 0, False
-    step, write, wait = engine.train_step, PendingSave.write, Checkpointer._wait
+    step, write, wait = engine.launch_step, PendingSave.write, Checkpointer._wait
 
     def counting_step(*args, **options):
         nonlocal done
@@ -49,7 +49,7 @@ def writes_that_last(steps: int, at_wait: Callable[[], None] = lambda: None) -> 
         is_awaited = False
 
     with (
-        mock.patch.object(engine, "train_step", counting_step),
+        mock.patch.object(engine, "launch_step", counting_step),
         mock.patch.object(PendingSave, "write", late_write),
         mock.patch.object(Checkpointer, "_wait", noted_wait),
     ):

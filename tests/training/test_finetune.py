@@ -315,7 +315,7 @@ def test_out_of_memory_error_has_the_memory_plan_and_advice(base, questions, tmp
     def full(*args, **options):
         raise error
 
-    monkeypatch.setattr(engine, "train_step", full)
+    monkeypatch.setattr(engine, "launch_step", full)
     with pytest.raises(UserError, match="--train.micro_batch_size 2: out of memory.*GB.*--train.micro_batch_size 1"):
         run_training(arguments(finetune_full, base, questions, tmp_path / "run"))
 

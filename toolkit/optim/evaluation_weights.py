@@ -37,14 +37,21 @@ class EvaluationWeights:
         begin_training(optimizer)
 
     @torch.no_grad()
-    def update(self) -> None:
-        """Update the averages after an optimizer step. They begin with the weights after the first one."""
+    def update(self, fault: Tensor | None = None) -> None:
+        """Update the averages after an optimizer step. They begin with the weights after the first one.
+
+        ``fault`` is a scalar on the device, which the host has not read: 1 leaves the averages as they are.
+        """
         if self._decay is None:
             return
         average = get_ema_multi_avg_fn(self._decay)
         for part in chunks(self._parameters, Tensor.numel):
             weights = [self._weight(p).float() for p in part]
-            if part[0] in self._averages:
+            if part[0] in self._averages and fault is not None:
+                share = (1 - self._decay) * (1 - fault)
+                for parameter, weight in zip(part, weights, strict=True):
+                    self._averages[parameter].lerp_(weight, share)
+            elif part[0] in self._averages:
                 average([self._averages[p] for p in part], weights, 0)
             else:
                 self._averages |= zip(part, [weight.clone() for weight in weights], strict=True)

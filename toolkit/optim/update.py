@@ -67,7 +67,7 @@ class Update:
 
     def apply(
         self, totals: Tensor, n_checked: int, overlap: Callable[[], None], mean_loss: Callable[[list[float]], float]
-    ) -> list[float]:
+    ) -> Callable[[], list[float]]:
         """Update the weights if the first ``n_checked`` totals are finite (N7), and free the gradients.
 
         Args:
@@ -76,7 +76,7 @@ class Update:
             mean_loss: Returns the loss for the totals.
 
         Returns:
-            The totals as floats. Reading them is the step's only host synchronization.
+            A function that returns the totals as floats. Reading them is the step's only host synchronization.
         """
         overlap()
         values = totals.tolist()
@@ -92,7 +92,7 @@ class Update:
                 if self.scaler is not None:
                     self.scaler.update()  # otherwise it refuses to unscale the next gradient
             self.optimizer.zero_grad(set_to_none=True)
-        return values
+        return lambda: values
 
     def accepts(self, values: list[float]) -> bool:
         """Whether the losses are finite, and the norm if no GradScaler checks it."""
@@ -100,7 +100,16 @@ class Update:
 
 
 class FusedUpdate(Update):
-    """Clips, checks and updates on the device; the host waits afterwards."""
+    """Clips, checks and updates on the device; the host reads afterwards.
+
+    The host may read a step's totals after it has launched the next step: after a step that is not finite, the device
+    refuses all later updates.
+
+    Attributes:
+        fault: fp32 scalar on the device: 1 after a step that is not finite, else 0. None before the first step.
+    """
+
+    fault: Tensor | None = None
 
     @staticmethod
     def supports(fabric: Fabric, optimizer: Any) -> bool:
@@ -117,17 +126,19 @@ class FusedUpdate(Update):
 
     def apply(
         self, totals: Tensor, n_checked: int, overlap: Callable[[], None], mean_loss: Callable[[list[float]], float]
-    ) -> list[float]:
+    ) -> Callable[[], list[float]]:
         inner = self.optimizer.optimizer
-        inner.found_inf = 1.0 - totals[:n_checked].isfinite().all().float()
+        fault = 1.0 - totals[:n_checked].isfinite().all().float()
+        self.fault = inner.found_inf = fault if self.fault is None else torch.maximum(fault, self.fault)
         inner.grad_scale = _divisor(totals[0], self.max_norm) if math.isfinite(self.max_norm) else None
         try:
             self.optimizer.step()
         finally:
             del inner.found_inf, inner.grad_scale
         self.optimizer.zero_grad(set_to_none=True)
+        read = _read_later(totals)
         overlap()
-        return totals.tolist()
+        return read
 
 
 class BackwardUpdate(Update):
@@ -170,9 +181,10 @@ class BackwardUpdate(Update):
 
     def apply(
         self, totals: Tensor, n_checked: int, overlap: Callable[[], None], mean_loss: Callable[[list[float]], float]
-    ) -> list[float]:
+    ) -> Callable[[], list[float]]:
         overlap()
-        return totals.tolist()
+        values = totals.tolist()
+        return lambda: values
 
 
 def choose_update(
@@ -216,6 +228,20 @@ def set_learning_rate(optimizer: Any, learning_rate: float) -> None:
     """Set the learning rate of all groups, times a group's ``lr_ratio``."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group.get("lr_ratio", 1.0)
+
+
+def _read_later(totals: Tensor) -> Callable[[], list[float]]:
+    """Copy to the host without waiting. The returned function waits for this copy, not for what is launched later."""
+    if totals.device.type != "cuda":
+        return totals.tolist
+    copied, event = totals.to("cpu", non_blocking=True), torch.cuda.Event()
+    event.record()
+
+    def read() -> list[float]:
+        event.synchronize()
+        return copied.tolist()
+
+    return read
 
 
 def _divisor(norm: Tensor, max_norm: float) -> Tensor:

@@ -1,8 +1,9 @@
-"""Build the parts of a run from its launch: the data reader, the model, the optimizer and the checkpointer."""
+"""Build the parts of a run: the data reader, the model, the optimizer, the checkpointer and the update."""
 
 from contextlib import ExitStack
 from copy import copy
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,9 +17,10 @@ from toolkit.distributed.private_lightning import FabricModule
 from toolkit.models.attention_dispatch import needs_masks
 from toolkit.objectives.base import Objective
 from toolkit.optim.classes import build_optimizer
-from toolkit.optim.update import set_learning_rate
+from toolkit.optim.update import Update, choose_update, set_learning_rate
 from toolkit.planning.frozen import find_frozen
 from toolkit.planning.planner import require_memory
+from toolkit.training.callbacks.spikes import SkipSpikes
 from toolkit.training.checkpoint_meta import read_meta
 from toolkit.training.checkpointer import Checkpointer, seed_generators
 from toolkit.training.data_reader import DataReader
@@ -26,6 +28,7 @@ from toolkit.training.describe import describe_rounding
 from toolkit.training.launch import Launch
 from toolkit.training.model_spec import ModelSpec, build_model, unwrapped
 from toolkit.training.resume_checkpoint import require_intact_on_all_ranks
+from toolkit.training.run import Run, overrides
 
 
 def build_reader(launch: Launch, stack: ExitStack) -> DataReader:
@@ -147,3 +150,26 @@ def restore(checkpointer: Checkpointer, folder: Path) -> None:
 
 def _format_value(value: object) -> object:
     return f"{value:.6g}" if isinstance(value, float) else value
+
+
+def build_update(run: Run) -> Update:
+    """Choose the update of the weights, the same on all ranks.
+
+    If any rank has a gradient callback, all ranks take the unfused path; otherwise replicas would round differently
+    (N4).
+    """
+    spikes = next((callback for callback in run.callbacks if isinstance(callback, SkipSpikes)), None)
+    has_gradient_callbacks = any(overrides(callback, "on_before_optimizer_step") for callback in run.callbacks)
+    return choose_update(
+        run.fabric,
+        run.model,
+        run.optimizer,
+        run.args.train.max_norm,
+        before_update=(
+            partial(run.notify, "on_before_optimizer_step")
+            if any(ranks.all_gather_object(has_gradient_callbacks))
+            else None
+        ),
+        is_spike=None if spikes is None else spikes.is_spike,
+        in_backward=run.args.optimizer.in_backward,
+    )

@@ -20,26 +20,26 @@ from toolkit.distributed.world import WorldInfo
 from toolkit.errors import GuardError, StoppedByFileError, StoppedBySignalError, UserError, one_line
 from toolkit.extension import require_planner
 from toolkit.objectives.base import total_counts
-from toolkit.optim.update import Update, choose_update, set_learning_rate
+from toolkit.optim.update import FusedUpdate, set_learning_rate
 from toolkit.planning.auto import resolve_auto
 from toolkit.planning.limits import N_VALIDATIONS, build_intervals, is_due
 from toolkit.planning.planner import oom_advice
 from toolkit.planning.resolve import ResolvedConfig
 from toolkit.planning.run_args import RunArgs
-from toolkit.training.build import build_checkpointer, build_models, build_reader
+from toolkit.training.build import build_checkpointer, build_models, build_reader, build_update
 from toolkit.training.callbacks.loading import load_callbacks
 from toolkit.training.callbacks.registered import make_callbacks, with_checkpointer
-from toolkit.training.callbacks.spikes import SkipSpikes
 from toolkit.training.callbacks.standard import build_callbacks, finish_run
 from toolkit.training.callbacks.upload import uploads
 from toolkit.training.control_files import SAVE_NOW, STOP, ControlFiles
 from toolkit.training.data_reader import DataReader
 from toolkit.training.describe import describe_run
 from toolkit.training.launch import Launch, detect_devices, is_alone, launch_run
+from toolkit.training.launched_step import Clock, LaunchedStep, reads_late
 from toolkit.training.rank_consistency import disk_leaders
 from toolkit.training.resolve_compiler import resolve_compiler
 from toolkit.training.run import Callback, Metrics, Run, callback_states, load_callback_states, overrides
-from toolkit.training.step import StepResult, train_step
+from toolkit.training.step import launch_step
 from toolkit.training.time_breakdown import DATA_WAIT
 
 
@@ -158,7 +158,10 @@ class Engine:
     """The training loop of a run."""
 
     def __init__(self, run: Run) -> None:
-        self.run, self.update = run, _build_update(run)
+        self.run, self.update = run, build_update(run)
+        self.is_late = reads_late(run, self.update)
+        self.clock = Clock(is_on_device=self.is_late and run.fabric.device.type == "cuda")
+        self.launched: LaunchedStep | None = None
         self.intervals = build_intervals(run.args.train, run.args.eval, run.limits)
         self.signals, self.control_files = SignalWatch(), ControlFiles(run.out_dir)
 
@@ -184,54 +187,35 @@ class Engine:
 
     def _loop(self) -> None:
         """Run optimizer steps until a limit is reached; validate, log and save when due."""
-        run, progress, limits = self.run, self.run.progress, self.run.limits
-        if limits.reached(progress.step, progress.tokens, progress.seconds):
+        run, progress = self.run, self.run.progress
+        if run.limits.reached(progress.step, progress.tokens, progress.seconds):
             return
         # When this rank last left a collective: its work until the next one delays all ranks.
         self.ready_at = self.saved_at = self.validated_at = time.perf_counter()
-        self.pause_seconds, step_seconds, first_step = 0.0, 0.0, progress.step + 1
+        self.pause_seconds, self.step_seconds, self.first_step = 0.0, 0.0, progress.step + 1
         run.model.train()
         run.display.phase("training")
         while True:
-            started_at = time.perf_counter()
+            started_at, start = time.perf_counter(), self.clock.note()
             with record_function(DATA_WAIT):
                 micro_batches = run.reader.read()
-            totals, microseconds = self._all_reduce_step(micro_batches, started_at, step_seconds)
-            if not totals["writing"]:
+            totals, self.microseconds = self._all_reduce_step(micro_batches, started_at)
+            self.synced_at = time.perf_counter()
+            if not totals["writing"] and run.checkpointer.pending is not None:
+                self._finish_step()
                 run.finish_save()
-            synced_at = time.perf_counter()
-            if self._stops_before_step(totals, is_first=progress.step + 1 == first_step):
+                self.synced_at = time.perf_counter()
+            if self._stops_before_step(totals):
+                return
+            step = self._launch(micro_batches, totals, started_at, start)
+            self._finish_step()  # the step before, while the device computes this one
+            self.launched = step
+            if not step.is_read_late:
+                self._finish_step()
+            if step.is_last:
                 return
 
-            is_time_up = totals["time_is_up"] > 0
-            seconds = math.inf if is_time_up else totals["microseconds"] / 1e6  # the last step ends the schedule
-            learning_rate = run.schedule.learning_rate(progress.step, seconds)
-            counts = {name: totals[f"normalizer {name}"] for name in run.objective.normalizers}
-            result = self._step(micro_batches, counts, learning_rate)
-            if not result.skipped:
-                run.checkpointer.evaluation_weights.update()
-            run.count_skipped(result)
-            self.ready_at = time.perf_counter()
-            step_seconds = self.ready_at - started_at
-            run.advance(totals["n_inputs"], step_seconds)
-            run.step_times.add(microseconds, self.ready_at - synced_at)
-            metrics = {"loss": result.loss, "learning_rate": learning_rate, "grad_norm": result.grad_norm}
-            metrics |= result.parts
-            sizes = {"step_tokens": totals["n_inputs"], "step_seconds": step_seconds}
-            run.notify("on_step_end", metrics | sizes)
-            if progress.step == first_step:
-                ranks.set_timeout(run.timeouts.later)
-                step_seconds = 0.0  # the next step will not compile
-            is_last = limits.reached(progress.step, progress.tokens) or is_time_up
-            if is_time_up and limits.total_seconds is not None:
-                progress.seconds = max(progress.seconds, limits.total_seconds)  # the run is finished
-            self._after_step(metrics, totals, is_last)
-            if is_last:
-                return
-
-    def _all_reduce_step(
-        self, micro_batches: list[Batch], started_at: float, step_seconds: float
-    ) -> tuple[dict[str, int], list[list[int]]]:
+    def _all_reduce_step(self, micro_batches: list[Batch], started_at: float) -> tuple[dict[str, int], list[list[int]]]:
         """Sum counts and flags over all ranks, in one all-reduce per step.
 
         Returns:
@@ -240,9 +224,14 @@ class Engine:
         """
         counted = micro_batches if ranks.is_first("pipeline", "context", "tensor") else []  # the others read the same
         run, limits, data_ready_at = self.run, self.run.limits, time.perf_counter()
+        seconds, now = run.progress.seconds, started_at
+        if self.launched is not None:  # it will take as long as the step before
+            begun_at = max(self.launched.started_at, self.ready_at)
+            now = max(now, begun_at + self.step_seconds)
+            seconds += now - begun_at
         seconds_left = min(
-            (limits.max_seconds or math.inf) - (started_at - run.launched_at),
-            (limits.total_seconds or math.inf) - run.progress.seconds,
+            (limits.max_seconds or math.inf) - (now - run.launched_at),
+            (limits.total_seconds or math.inf) - seconds,
         )
         return ranks.all_reduce_and_gather(
             [round(1e6 * (data_ready_at - self.ready_at)), round(1e6 * (data_ready_at - started_at))],
@@ -252,8 +241,8 @@ class Engine:
             should_stop=int(run.stop_reason is not None),
             cannot_read=int(run.reader.error is not None),
             writing=int(run.checkpointer.is_writing),
-            time_is_up=int(seconds_left <= step_seconds),
-            microseconds=round(1e6 * run.progress.seconds) if ranks.global_rank() == 0 else 0,  # for the schedule
+            time_is_up=int(seconds_left <= self.step_seconds),
+            microseconds=round(1e6 * seconds) if ranks.global_rank() == 0 else 0,  # for the schedule
             eval_is_due=int(
                 started_at - self.validated_at >= max(self.intervals.eval_seconds or math.inf, self.pause_seconds)
             ),
@@ -261,24 +250,27 @@ class Engine:
             **self.control_files.look(),
         )
 
-    def _stops_before_step(self, totals: dict[str, int], is_first: bool) -> bool:
+    def _stops_before_step(self, totals: dict[str, int]) -> bool:
         """Whether a callback requested a stop. Raises after a signal, a read error or a file STOP."""
         run = self.run
+        if not any(totals[flag] for flag in ("signalled", "cannot_read", STOP, "should_stop")):
+            return False
+        self._finish_step()  # what is saved is checked
         if totals["signalled"]:
             signal_number = max(ranks.all_gather_object(self.signals.received))
             message = self._save_early()  # a second Ctrl-C interrupts its wait
             self.signals.ignore()
             raise StoppedBySignalError(signal_number, message)
         if totals["cannot_read"]:
+            is_first = run.progress.step + 1 == self.first_step
             run.reader.raise_error(None if is_first else self._save_early())
         if totals[STOP]:
             message = self._save_early()
             self.control_files.remove(STOP)
             raise StoppedByFileError(message)
-        if totals["should_stop"]:
-            reason = run.stop_reason or "requested by another rank"
-            run.display.message(f"stopping after step {run.progress.step}: {reason}")
-        return totals["should_stop"] > 0
+        reason = run.stop_reason or "requested by another rank"
+        run.display.message(f"stopping after step {run.progress.step}: {reason}")
+        return True
 
     def _save_early(self) -> str:
         """Save and upload before the run stops. Collective."""
@@ -287,34 +279,77 @@ class Engine:
             upload.wait()
         return f"stopped after step {self.run.progress.step}{saved}"
 
-    def _step(self, micro_batches: list[Batch], counts: dict[str, int], learning_rate: float) -> StepResult:
-        run = self.run
+    def _launch(
+        self, micro_batches: list[Batch], totals: dict[str, int], started_at: float, start: Any
+    ) -> LaunchedStep:
+        """Launch the next step, and decide what is due after it."""
+        run, args, before = self.run, self.run.args, self.launched
+        step = run.progress.step + (1 if before is None else 2)
+        tokens = run.progress.tokens + totals["n_inputs"] + (0 if before is None else before.totals["n_inputs"])
+        is_time_up = totals["time_is_up"] > 0
+        seconds = math.inf if is_time_up else totals["microseconds"] / 1e6  # the last step ends the schedule
+        learning_rate = run.schedule.learning_rate(step - 1, seconds)
         set_learning_rate(run.optimizer, learning_rate)
+        counts = {name: totals[f"normalizer {name}"] for name in run.objective.normalizers}
+        hooks = partial(run.garbage.collect, is_full=False), run.reader.prefetcher.start_read
+        result = launch_step(run.objective, self.update, micro_batches, counts, *hooks)
+        if self.is_late:
+            assert isinstance(self.update, FusedUpdate)
+            run.checkpointer.evaluation_weights.update(self.update.fault)
+        is_last = run.limits.reached(step, tokens) or is_time_up
+        is_eval_due = is_due(self.intervals.eval_steps, step) or totals["eval_is_due"] > 0
+        validates = args.eval.final_validation if is_last else is_eval_due
+        saves = is_due(self.intervals.save_steps, step) or totals["save_is_due"] or totals[SAVE_NOW]
+        saves = bool(saves) and not is_last
+        is_read_late = self.is_late and step > self.first_step and not (is_last or validates or saves)
+        where = (started_at, start if before is None else before.end, self.clock.note())
+        return LaunchedStep(totals, learning_rate, result, *where, is_last, validates, saves, is_read_late)
+
+    def _finish_step(self) -> None:
+        """Read the result of the launched step, if there is one; advance, validate, log and save when due."""
+        if (step := self.launched) is None:
+            return
+        run, progress, limits, self.launched = self.run, self.run.progress, self.run.limits, None
         try:
-            hooks = partial(run.garbage.collect, is_full=False), run.reader.prefetcher.start_read
-            return train_step(run.objective, self.update, micro_batches, counts, *hooks)
+            result = step.result()
         except GuardError as error:
             self._finish_save(is_on_all_ranks=True)
             raise GuardError(
-                f"step {run.progress.step + 1} is not finite: {error}. No checkpoint includes this step; "
+                f"step {progress.step + 1} is not finite: {error}. No checkpoint includes this step; "
                 "lower --train.learning_rate or inspect these samples (see troubleshooting: diverging)"
             ) from None
+        if not self.is_late and not result.skipped:
+            run.checkpointer.evaluation_weights.update()
+        run.count_skipped(result)
+        self.ready_at, n_inputs = time.perf_counter(), step.totals["n_inputs"]
+        seconds = self.clock.seconds(step.start, step.end) if self.is_late else self.ready_at - step.started_at
+        run.advance(n_inputs, seconds)
+        run.step_times.add(self.microseconds, self.ready_at - self.synced_at)
+        self.microseconds, self.synced_at = [[0, 0] for _ in self.microseconds], self.ready_at
+        metrics = {"loss": result.loss, "learning_rate": step.learning_rate, "grad_norm": result.grad_norm}
+        metrics |= result.parts
+        run.notify("on_step_end", metrics | {"step_tokens": n_inputs, "step_seconds": seconds})
+        if progress.step == self.first_step:
+            ranks.set_timeout(run.timeouts.later)
+            seconds = 0.0  # the next step will not compile
+        self.step_seconds = seconds
+        if step.totals["time_is_up"] and limits.total_seconds is not None:
+            progress.seconds = max(progress.seconds, limits.total_seconds)  # the run is finished
+        self._after_step(step, metrics)
 
-    def _after_step(self, metrics: Metrics, totals: dict[str, int], is_last: bool) -> None:
+    def _after_step(self, step: LaunchedStep, metrics: Metrics) -> None:
         """Validate, log and save when due."""
-        run, step, evaluation = self.run, self.run.progress.step, self.run.args.eval
-        is_eval_due = is_due(self.intervals.eval_steps, step) or totals["eval_is_due"] > 0
-        should_validate = evaluation.final_validation if is_last else is_eval_due
+        run, totals = self.run, step.totals
         started_at = time.perf_counter()
-        validation = run.validate() if should_validate else {}
-        if is_due(run.args.train.log_interval, step) or is_last or validation:
+        validation = run.validate() if step.validates else {}
+        if is_due(run.args.train.log_interval, run.progress.step) or step.is_last or validation:
             self._log(metrics | validation)
-        if should_validate:
+        if step.validates:
             run.notify("on_validation_end", validation)
             run.garbage.collect()
             self.ready_at = self.validated_at = time.perf_counter()
             self.pause_seconds = N_VALIDATIONS * (self.validated_at - started_at)  # at most a tenth of the time
-        if not is_last and (is_due(self.intervals.save_steps, step) or totals["save_is_due"] or totals[SAVE_NOW]):
+        if step.saves:
             run.start_save(run.step_name)
             run.garbage.collect()
             self.ready_at = self.saved_at = time.perf_counter()
@@ -356,26 +391,3 @@ class Engine:
             run.display.message(f"note: the save in progress failed as well: {one_line(second)}")
         finally:
             run.checkpointer.pending = None  # it is tried once
-
-
-def _build_update(run: Run) -> Update:
-    """Choose the update of the weights, the same on all ranks.
-
-    If any rank has a gradient callback, all ranks take the unfused path; otherwise replicas would round differently
-    (N4).
-    """
-    spikes = next((callback for callback in run.callbacks if isinstance(callback, SkipSpikes)), None)
-    has_gradient_callbacks = any(overrides(callback, "on_before_optimizer_step") for callback in run.callbacks)
-    return choose_update(
-        run.fabric,
-        run.model,
-        run.optimizer,
-        run.args.train.max_norm,
-        before_update=(
-            partial(run.notify, "on_before_optimizer_step")
-            if any(ranks.all_gather_object(has_gradient_callbacks))
-            else None
-        ),
-        is_spike=None if spikes is None else spikes.is_spike,
-        in_backward=run.args.optimizer.in_backward,
-    )

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import NoneType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -33,6 +33,7 @@ from toolkit.training.throughput import StepTimes
 from toolkit.training.time_breakdown import VALIDATE
 from toolkit.training.validate import batches_by_source, validate
 
+Hook = TypeVar("Hook", bound=Callable[..., None])
 Metrics = dict[str, float]
 """Metrics by column of metrics.csv."""
 
@@ -96,6 +97,16 @@ class Callback:
 
     def load_state_dict(self, state: State) -> None:
         """Restore the state of the checkpoint that the run resumes from, before ``on_train_start``."""
+
+
+def late(hook: Hook) -> Hook:
+    """Let ``on_step_end`` or ``on_log`` of a step be called after the next step is launched.
+
+    The hook sees the progress and the metrics of its step, and must not use the weights, except after the first step of
+    a launch. With any other such hook in a run, the host waits for each step.
+    """
+    hook.may_be_late = True  # type: ignore[attr-defined]
+    return hook
 
 
 @dataclass(eq=False)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import record_function
@@ -29,14 +29,14 @@ class StepResult(NamedTuple):
     """Means of the objective's other parts."""
 
 
-def train_step(
+def launch_step(
     objective: Objective,
     update: Update,
     micro_batches: list[Batch],
     counts: Mapping[str, int],
     overlap: Callable[[], None] = lambda: None,
     launched: Callable[[], None] = lambda: None,
-) -> StepResult:
+) -> Callable[[], StepResult]:
     """Accumulate the gradient over the micro-batches and update the weights.
 
     Args:
@@ -46,9 +46,9 @@ def train_step(
         overlap: Host work to do while the device computes.
         launched: Called once, after the first micro-batch is launched, or in a pipeline after the last.
 
-    Raises:
-        GuardError: the loss or the gradient is not finite. The weights are unchanged, or with
-            ``--optimizer.in_backward`` finite.
+    Returns:
+        A function that waits for the device and returns the result; all ranks call it. It raises GuardError if the loss
+        or the gradient is not finite. The weights are unchanged then, or with ``--optimizer.in_backward`` finite.
     """
     # parts with a weight come first, because N7 checks only those
     parts = tuple(sorted(objective.parts(original_module(update.model)), key=lambda part: part.weight == 0))
@@ -66,12 +66,22 @@ def train_step(
 
     checked = torch.cat([norm.float().view(1), summed.float()])
     read = update.apply(checked, 1 + len(scale), overlap, lambda values: describe(values)[0])
-    grad_norm, *values = read
-    losses = values[: len(scale)]
-    if not update.accepts([grad_norm, *losses]):
-        raise GuardError(describe_nonfinite(float(local[: len(scale)].sum()), grad_norm, micro_batches))
-    loss_mean, part_means = describe(read)
-    return StepResult(loss_mean, grad_norm, update.skipped or not math.isfinite(grad_norm), part_means)
+    ids = [row for batch in micro_batches for row in batch.ids if row >= 0]
+
+    def result() -> StepResult:
+        grad_norm, *values = totals_read = read()
+        losses = values[: len(scale)]
+        if not update.accepts([grad_norm, *losses]):
+            raise GuardError(describe_nonfinite(float(local[: len(scale)].sum()), grad_norm, ids))
+        loss_mean, part_means = describe(totals_read)
+        return StepResult(loss_mean, grad_norm, update.skipped or not math.isfinite(grad_norm), part_means)
+
+    return result
+
+
+def train_step(*args: Any, **options: Any) -> StepResult:
+    """Launch a step and wait for its result; see :func:`launch_step`."""
+    return launch_step(*args, **options)()
 
 
 def _accumulate(
@@ -108,9 +118,8 @@ def _accumulate(
     return totals
 
 
-def describe_nonfinite(loss_sum: float, grad_norm: float, micro_batches: list[Batch]) -> str:
+def describe_nonfinite(loss_sum: float, grad_norm: float, ids: list[int]) -> str:
     """Describe the ranks with a non-finite loss, or all ranks if only the gradient is non-finite. Collective."""
-    ids = [row for batch in micro_batches for row in batch.ids if row >= 0]
     by_rank = list(enumerate(ranks.all_gather_object((loss_sum, ids))))
     nonfinite_ranks = [entry for entry in by_rank if not math.isfinite(entry[1][0])] or by_rank
     return f"gradient norm {grad_norm:.6g}, " + "; ".join(

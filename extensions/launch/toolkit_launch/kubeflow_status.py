@@ -11,7 +11,7 @@ from urllib.request import Request, urlopen
 from toolkit.distributed import ranks
 from toolkit.io.safe_parse import read_bounded
 from toolkit.training.launch import Launch
-from toolkit.training.run import Callback, Metrics, Run
+from toolkit.training.run import Callback, Metrics, Run, late
 
 SERVER = "KUBEFLOW_TRAINER_SERVER"
 """Prefix of three environment variables, set if the cluster has the feature gate TrainJobStatus."""
@@ -37,6 +37,7 @@ class KubeflowStatus(Callback):
         self.request = Thread()
         self.request.start()  # sends nothing; from here on there is a last request to wait for
 
+    @late
     def on_log(self, trainer: Run, metrics: Metrics) -> None:
         self.metrics |= metrics
         if metrics["seconds"] >= self.next_at and not self.request.is_alive():

@@ -14,7 +14,7 @@ from toolkit.distributed import ranks
 from toolkit.io.safe_parse import read_bounded
 from toolkit.io.tempfiles import boot_id
 from toolkit.training.launch import Launch
-from toolkit.training.run import Callback, Metrics, Run
+from toolkit.training.run import Callback, Metrics, Run, late
 from toolkit.ui.energy import energy_of_run
 from toolkit.ui.events import write_event
 
@@ -59,6 +59,7 @@ class Energy(Callback):
             self._counters.append(("CPUs", find_cpus()))
         self._launch, self._read_at = time.time(), time.monotonic()
 
+    @late
     def on_step_end(self, trainer: Run, metrics: Metrics) -> None:
         if time.monotonic() - self._read_at > INTERVAL_S:
             self._update()

@@ -11,7 +11,7 @@ from toolkit.escape import shell_word
 from toolkit.models.families import export_error
 from toolkit.planning.best_metric import VAL
 from toolkit.planning.data import describe_stand_in, option_to_trust
-from toolkit.training.run import Callback, Metrics, Run
+from toolkit.training.run import Callback, Metrics, Run, late
 from toolkit.ui.events import REPORT
 
 
@@ -27,6 +27,7 @@ class Console(Callback):
         status = "stopped" if isinstance(error, StoppedByFileError) else "failed"
         trainer.display.event("end", status=status, step=trainer.progress.step, error=message)
 
+    @late
     def on_log(self, trainer: Run, metrics: Metrics) -> None:
         step = trainer.progress.step
         if "loss" in metrics:

@@ -7,7 +7,7 @@ import torch
 from toolkit.distributed import ranks
 from toolkit.errors import one_line
 from toolkit.training.hyperparameters import hyperparameters
-from toolkit.training.run import Callback, Metrics, Run
+from toolkit.training.run import Callback, Metrics, Run, late
 from toolkit.training.throughput import StepTimes, Throughput, peak_memory_gb
 from toolkit.ui.events import environment, write_event
 from toolkit.ui.loggers import MetricsCSV, log_metrics
@@ -21,9 +21,11 @@ class ThroughputMonitor(Callback):
     def __init__(self, throughput: Throughput) -> None:
         self.throughput = throughput
 
+    @late
     def on_step_end(self, trainer: Run, metrics: Metrics) -> None:
         self.throughput.add(int(metrics["step_tokens"]), metrics["step_seconds"])
 
+    @late
     def on_log(self, trainer: Run, metrics: Metrics) -> None:
         if "loss" in metrics:  # none for a validation before the first step
             metrics |= self.throughput.read() | {"peak_memory_gb": peak_memory_gb(trainer.fabric.device)}
@@ -54,6 +56,7 @@ class MetricsFile(Callback):
         )
         self._record_remarks(trainer)
 
+    @late
     def on_log(self, trainer: Run, metrics: Metrics) -> None:
         self.csv.write(metrics)
         self._record_remarks(trainer)
@@ -81,6 +84,7 @@ class ExternalLoggers(Callback):
     def __init__(self, loggers: list[Any]) -> None:
         self.loggers = loggers
 
+    @late
     def on_log(self, trainer: Run, metrics: Metrics) -> None:
         axes = ("step", "tokens", "seconds")
         log_metrics(self.loggers, {k: v for k, v in metrics.items() if k not in axes}, trainer.progress.step)

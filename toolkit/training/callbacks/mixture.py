@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from toolkit.training.run import Callback, Metrics, Run
+from toolkit.training.run import Callback, Metrics, Run, late
 
 if TYPE_CHECKING:
     from toolkit.data.interleave import MixtureOrder
@@ -15,6 +15,7 @@ class MixtureShares(Callback):
         self.order = order
         self.columns = tuple(f"share_{name}" for name in order.weights)
 
+    @late
     def on_log(self, trainer: Run, metrics: Metrics) -> None:
         shares = self.order.shares(trainer.progress.samples)
         metrics |= {f"share_{name}": share for name, share in shares.items()}

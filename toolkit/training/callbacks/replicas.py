@@ -4,7 +4,7 @@ from toolkit.distributed.model_parts import cuts_of
 from toolkit.distributed.names import canonical_name
 from toolkit.distributed.replicas import require_equal_replicas
 from toolkit.training.model_spec import ModelSpec, unwrapped
-from toolkit.training.run import Callback, Metrics, Run
+from toolkit.training.run import Callback, Metrics, Run, late
 
 
 class ReplicaCheck(Callback):
@@ -13,6 +13,7 @@ class ReplicaCheck(Callback):
     def __init__(self, spec: ModelSpec) -> None:
         self.spec, self.is_done = spec, False
 
+    @late
     def on_step_end(self, trainer: Run, metrics: Metrics) -> None:
         if not self.is_done:
             module = unwrapped(trainer.model)

@@ -9,7 +9,7 @@ from toolkit.distributed import ranks
 from toolkit.errors import GuardError
 from toolkit.io.atomic import file_error
 from toolkit.planning.run_args import RunArgs
-from toolkit.training.run import Callback, Metrics, Run
+from toolkit.training.run import Callback, Metrics, Run, late
 
 if TYPE_CHECKING:
     from toolkit.checkpoints.remote.uploader import Uploader
@@ -31,6 +31,7 @@ class Upload(Callback):
         self._lease = None if uploader is None else uploader.lease  # on rank 0
         self._has_parts = False
 
+    @late
     def on_step_end(self, trainer: Run, metrics: Metrics) -> None:
         self._report()
 
