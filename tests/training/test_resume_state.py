@@ -16,6 +16,7 @@ from tests.training.test_run import arguments
 from toolkit.checkpoints.weights import load_state, save_state
 from toolkit.config import FSDPArgs, OptimizerArgs
 from toolkit.errors import UserError
+from toolkit.io.safe_parse import read_yaml
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.training import launch
 from toolkit.training.checkpoint_meta import RunFingerprint
@@ -141,3 +142,12 @@ def test_s2_scaled_learning_rate_continues_and_another_base_batch_is_reported(co
     more = scaled | {"max_steps": 5, "lr_base_batch": 8, "lr_warmup_steps": 2}
     run_training(arguments(corpus, tmp_path / "resumed", train=more, resume="auto"))
     assert "LR schedule changed on resume: peak 0.006 -> 0.003" in capsys.readouterr().out
+
+
+def test_s2_resume_keeps_the_micro_batch_of_its_checkpoint(corpus, tmp_path):
+    for out, size, steps in (("uninterrupted", 2, 4), ("resumed", 2, 2), ("resumed", "auto", 4), ("auto", "auto", 1)):
+        train = {"max_steps": steps, "micro_batch_size": size, "lr_schedule": "constant"}
+        run_training(arguments(corpus, tmp_path / out, train=train, resume="auto"))
+    assert losses(tmp_path / "resumed") == losses(tmp_path / "uninterrupted")
+    sizes = {out: read_yaml(tmp_path / out / "final/hyperparameters.yaml")["train"] for out in ("resumed", "auto")}
+    assert {out: train["micro_batch_size"] for out, train in sizes.items()} == {"resumed": 2, "auto": 4}

@@ -64,7 +64,7 @@ class TrainArgs:
     Args:
         global_batch_size: Sequences per optimizer step, over all devices.
         micro_batch_size: Sequences per forward pass on one device. auto: on CUDA the largest size whose estimated
-            memory leaves 15 % of the device free, at most 32,768 tokens; otherwise at most 4 in pretraining and 1 in
+            memory leaves 15 % of the device free, at most 65,536 tokens; otherwise at most 4 in pretraining and 1 in
             finetuning.
         max_steps: Stop after this many optimizer steps.
         max_tokens: Stop at the step that reaches this many input tokens over all devices, without padding.

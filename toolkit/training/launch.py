@@ -34,7 +34,7 @@ from toolkit.planning.run_args import RunArgs
 from toolkit.training.checkpoint_meta import uses_old_ends, uses_old_tokenizer
 from toolkit.training.hyperparameters import keep_old_ends
 from toolkit.training.resume_checkpoint import fetch_on_other_nodes, find_intact
-from toolkit.training.start_state import StartState, keep_fused_qkv, prepare_start_state, read_progress
+from toolkit.training.start_state import StartState, keep_fused_qkv, keep_micro_batch, prepare_start_state, read_progress
 from toolkit.ui.console import make_progress
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def launch_run(config: ResolvedConfig, world: WorldInfo, stack: ExitStack, is_sh
     fetch_on_other_nodes(remote, args.resume, resume_from, world)
     resume_from, damaged = find_intact(args, resume_from, world.local_rank == 0, display)
     progress = read_progress(resume_from)
-    config = keep_fused_qkv(complete(config, data, progress), resume_from)
+    config = keep_fused_qkv(complete(keep_micro_batch(config, resume_from), data, progress), resume_from)
     if config.length:
         display.message(f"Length: {config.length}; the lines of steps show the time left")
     state = prepare_start_state(config, data, progress, resume_from, damaged)

@@ -1,17 +1,20 @@
 """Resolve start and end of a run from its options, its data and the checkpoint to resume."""
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoints.adapters import AdapterInfo
+from toolkit.checkpoints.find import HYPERPARAMETERS, read_settings
 from toolkit.checkpoints.fingerprint import base_fingerprint
 from toolkit.config import AUTO, EvalArgs, TrainArgs
 from toolkit.data.base import PreparedData, is_ragged, mean_length, row_lengths
 from toolkit.errors import UserError
 from toolkit.models.flops import flops_per_token
 from toolkit.optim.schedule import Schedule
+from toolkit.planning.auto import MICRO_BATCH_SIZE, micro_batch_sizes, resolve_changes
 from toolkit.planning.frozen import frozen_flag, require_same_vocabulary
 from toolkit.planning.limits import Limits, Progress, require_within_limits
 from toolkit.planning.resolve import ResolvedConfig
@@ -106,6 +109,25 @@ def read_progress(folder: Path | None) -> Progress:
     """Return the progress that a checkpoint stores; none without one."""
     meta = {} if folder is None else read_meta(folder)
     return Progress(**{field.name: meta[field.name] for field in fields(Progress) if field.name in meta})
+
+
+def keep_micro_batch(config: ResolvedConfig, resume_from: Path | None) -> ResolvedConfig:
+    """Keep the checkpoint's micro-batch if it is smaller than the one that "auto" chose.
+
+    Losses and gradients are then summed in the same order as before.
+    """
+    if resume_from is None or MICRO_BATCH_SIZE not in config.reasons:
+        return config
+    size = read_settings(resume_from, HYPERPARAMETERS).get("train", {}).get("micro_batch_size")
+    sizes = micro_batch_sizes(config.args, config.devices.world_size)
+    if size not in sizes or size >= config.batch.micro_batch_size:
+        return config
+    with suppress(UserError):  # an option that is new since then may need the larger one
+        resumed = resolve_changes(config.args, config.devices, {MICRO_BATCH_SIZE: size}, config.model)
+        if resumed.accumulate == config.accumulate:  # the strategy has been built
+            reasons = {**config.reasons, MICRO_BATCH_SIZE: "auto: as in the checkpoint"}
+            return replace(config, args=resumed.args, batch=resumed.batch, reasons=reasons)
+    return config
 
 
 def keep_fused_qkv(config: ResolvedConfig, resume_from: Path | None) -> ResolvedConfig:

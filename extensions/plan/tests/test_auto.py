@@ -72,7 +72,7 @@ def test_the_largest_micro_batch_that_fits_with_room_is_chosen():
         check,
         [
             (grows, 1024, (8, "takes 80.0 GB; 16 would take more than 85% of 100.0 GB")),
-            (grows, 8192, (4, "32,768 tokens; takes 40.0 GB of 100.0 GB")),
+            (grows, 8192, (8, "65,536 tokens; takes 80.0 GB of 100.0 GB")),
             (grows, 65536, (1, "65,536 tokens; takes 10.0 GB of 100.0 GB")),
             ({1: 1e9, 2: 2e9}, 1024, (2, "a device's share of the global batch; takes 2.0 GB of 100.0 GB")),
             ({1: 90e9, 2: 95e9}, 1024, (1, "takes 90.0 GB; no size takes at most 85% of 100.0 GB")),
@@ -128,12 +128,14 @@ def test_a_variable_under_which_ddp_crashes_on_a_cpu_excludes_it(config_of, monk
 
 MICRO_BATCHES = [
     ({}, {}, 64),
-    ({"train.max_seq_length": 2048}, {}, 16),
+    ({"train.max_seq_length": 2048}, {}, 32),
+    ({"model_name": "gpt2", "train.max_seq_length": 1024}, {}, 64),
     ({"train.micro_batch_size": 2}, {}, 2),
     ({"pipeline_parallel_size": 2}, {"devices": 2}, 8),  # four micro-batches per stage
     ({}, {"gb": math.inf}, 4),
 ]
 MORE_MICRO_BATCHES = [
+    ({"model_name": "gpt2", "train.max_seq_length": 1024}, {"gb": 24}, 32),
     ({}, {"devices": 8}, 8),
     ({"train.global_batch_size": 48}, {}, 48),
     ({"pipeline_parallel_size": 2, "train.global_batch_size": 4}, {"devices": 2, "device": "cpu"}, 1),

@@ -26,8 +26,8 @@ from toolkit_plan.measure.memory import plan_memory
 
 MAX_SHARD_GRAD_OP_FRACTION, MAX_BATCH_MEMORY_FRACTION = 0.75, 0.85
 """Maximum fractions of device memory for SHARD_GRAD_OP and for a larger micro-batch. Memory is an estimate."""
-MIN_EFFICIENT_TOKENS, MAX_TOKENS = 4_096, 32_768
-"""Tokens per micro-batch: the minimum that keeps a GPU busy, and the maximum above which speed does not improve."""
+MIN_EFFICIENT_TOKENS, MAX_TOKENS = 4_096, 65_536
+"""Tokens per micro-batch: the minimum that keeps a GPU busy, and the maximum above which speed hardly improves."""
 _SHARE = "a device's share of the global batch"
 UNKNOWN = "if memory is unknown before the run"
 
