@@ -3,13 +3,21 @@
 import functools
 import math
 import warnings
+from contextlib import nullcontext
+from importlib.metadata import Distribution
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import (
+    SDPBackend,
+    activate_flash_attention_impl,
+    current_flash_attention_impl,
+    restore_flash_attention_impl,
+    sdpa_kernel,
+)
 
-from toolkit.errors import first_line
+from toolkit.errors import first_line, notice
 from toolkit.models.attention import attend
 from toolkit.models.attention_kernels import document_bounds
 from toolkit.models.config import ModelConfig
@@ -26,6 +34,11 @@ MIN_FLEX_WIDTH = 16
 
 TOLERANCE = 0.02
 """Maximum relative error in the self-check. bf16 rounds to 0.004; a wrong mask, scale or sink causes more than 0.1."""
+
+
+NEWER_FLASH = {"FA3": ("flash-attn-3", (9,)), "FA4": ("flash-attn-4", (9, 10))}
+"""torch's names of FlashAttention 3 and 4: the package, and the major compute capabilities that it supports."""
+_failed = set[str]()
 
 
 class KernelCase(NamedTuple):
@@ -114,11 +127,45 @@ def choose_kernel(
 
 @functools.cache
 def _passes(case: KernelCase) -> bool:
+    while case.kernel.name == "flash" and (name := _newer_flash(case.device)) is not None:
+        if (error := _activate(name, case)) is None:
+            return True
+        _failed.add(name)
+        _passes.cache_clear()  # the cases that passed were checked with the implementation that is now replaced
+        what = f"FlashAttention {name[-1]} in {case.dtype} on {case.device}: {error}"
+        warnings.warn(f"{what}; torch's own FlashAttention is used instead", stacklevel=2)
     error = check_kernel(case)
     if error is not None:
         what = f"{case.kernel.name} attention in {case.dtype} on {case.device}: {error}"
         warnings.warn(f"{what}; attention masks are used instead, which need more time and memory", stacklevel=2)
     return error is None
+
+
+def _newer_flash(device: torch.device) -> str | None:
+    """Return the implementation of FlashAttention to use; None for torch's own, or another that the user activated."""
+    if current_flash_attention_impl() not in (None, *NEWER_FLASH):
+        return None
+    for name, (package, capabilities) in NEWER_FLASH.items():
+        is_installed = name not in _failed and any(Distribution.discover(name=package))
+        if is_installed and torch.cuda.get_device_capability(device)[0] in capabilities:
+            return name
+    return None
+
+
+def _activate(name: str, case: KernelCase) -> str | None:
+    """Use an implementation if it passes the check, also in ``scaled_dot_product_attention``; return an error."""
+    try:
+        if is_new := current_flash_attention_impl() != name:
+            activate_flash_attention_impl(name)
+    except Exception as raised:  # importing the package may raise anything
+        return f"{type(raised).__name__}: {first_line(raised)}"
+    plain = case._replace(kernel=KernelChoice("sdpa", False), has_windows=False, has_documents=False, has_context=False)
+    error = check_kernel(case) or check_kernel(plain)
+    if error is not None:
+        restore_flash_attention_impl()
+    elif is_new and not case.device.index:
+        notice(f"attention: FlashAttention {name[-1]} ({NEWER_FLASH[name][0]}) replaces torch's own")
+    return error
 
 
 def check_kernel(case: KernelCase) -> str | None:
@@ -145,8 +192,11 @@ def largest_error(case: KernelCase) -> float:
         inputs.append(sinks)
     inputs = [t.to(case.device, case.dtype) for t in inputs]
     errors, exact = [], torch.promote_types(case.dtype, torch.float32)
+    is_sdpa = case.kernel.name == "sdpa"
+    kernel = None if is_sdpa else case.kernel._replace(for_causal=True)
     for window in (None, 100) if case.has_windows else (None,):
-        actual = _outputs(case, case.kernel._replace(for_causal=True), inputs, direction, window)
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if is_sdpa else nullcontext():
+            actual = _outputs(case, kernel, inputs, direction, window)
         with sdpa_kernel(SDPBackend.MATH):
             expected = _outputs(case, None, [t.to(exact) for t in inputs], direction, window)
         errors += [(a.to(exact) - b).norm() / b.norm() for a, b in zip(actual, expected, strict=True)]

@@ -34,7 +34,13 @@ from toolkit.planning.run_args import RunArgs
 from toolkit.training.checkpoint_meta import uses_old_ends, uses_old_tokenizer
 from toolkit.training.hyperparameters import keep_old_ends
 from toolkit.training.resume_checkpoint import fetch_on_other_nodes, find_intact
-from toolkit.training.start_state import StartState, keep_fused_qkv, keep_micro_batch, prepare_start_state, read_progress
+from toolkit.training.start_state import (
+    StartState,
+    keep_fused_qkv,
+    keep_micro_batch,
+    prepare_start_state,
+    read_progress,
+)
 from toolkit.ui.console import make_progress
 
 if TYPE_CHECKING:
