@@ -7,8 +7,8 @@ Every figure comes from a process of the real product: `toolkit pretrain`, `litg
 the same random tokens, with the same number of threads, optimizer, and glibc settings (keep freed memory). Runs are
 interleaved (A B C A B C ...), so that machine slowdowns affect all products; ratios are computed within each round.
 Each run is printed when it ends, and the table at the end. `--matrix` runs all benchmarks of this folder, see
-benchmark_matrix.py. benchmark_products.py runs the products; docs/benchmarking.md describes how to create the peer
-environments.
+benchmark_matrix.py; `--card` measures a GPU in 7 minutes, see benchmark_card.py. benchmark_products.py runs the
+products; docs/benchmarking.md describes how to create the peer environments.
 """
 
 import argparse
@@ -236,6 +236,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     add("--format", default="table", choices=["table", "json"])
     add("--matrix", action="store_true", help="run all benchmarks instead; --matrix --help lists its options")
+    add("--card", action="store_true", help="measure a GPU in 7 minutes instead; --card --help lists its options")
     matrix = {"only": "PARTS", "rows": "TITLES", "out_dir": "DIR"}
     for name, value in matrix.items():
         add(f"--{name}", metavar=value, help="with --matrix")
@@ -331,8 +332,10 @@ def find_pythons(args: argparse.Namespace) -> tuple[dict[str, str], dict[str, di
 def main(argv: list[str] | None = None) -> int:
     exit_on_signals()
     try:
-        if "--matrix" in (words := sys.argv[1:] if argv is None else argv):
-            return run_script([sys.executable, str(Path(__file__).with_name("benchmark_matrix.py")), *words])[0]
+        words = sys.argv[1:] if argv is None else argv
+        for mode in ("matrix", "card"):
+            if f"--{mode}" in words:
+                return run_script([sys.executable, str(Path(__file__).with_name(f"benchmark_{mode}.py")), *words])[0]
         args = parse(argv)
         config = choose_config(args)
         pythons, environments = find_pythons(args)

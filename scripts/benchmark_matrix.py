@@ -133,7 +133,7 @@ def cuda(args: argparse.Namespace) -> Iterator[Run]:
     for title, (options, seconds) in rows.items():
         options, _, peers = options.partition(" --peers ")
         words = ["benchmark.py", "--compiler", "torch", "--rounds", "1", "--format", "json", *options.split()]
-        words += _tiny(words) if args.quick else []
+        words += tiny_options(words) if args.quick else []
         chosen = [peer for peer in peers.split(",") if peer in able and not (args.quick and peer == "toolkit-fp8")]
         words += _peer_words(args, chosen)
         yield Run(title + size, [*words, "--max_seconds", str(seconds)], None, reason, seconds + 20)
@@ -147,11 +147,11 @@ def cuda(args: argparse.Namespace) -> Iterator[Run]:
         ("Llama of 1.1B, serving", "serving --clients 32"),
     ):
         words = ["benchmark_gpu.py", *options.split()]
-        words += _tiny(words) if args.quick else []
+        words += tiny_options(words) if args.quick else []
         yield Run(title + size, words, reason=reason, max_seconds=240)
 
 
-def _tiny(words: list[str]) -> list[str]:
+def tiny_options(words: list[str]) -> list[str]:
     """Return the options that make a row of the GPU small enough for a test on a CPU."""
     config = ["--model_config", json.dumps(TINY | {"block_size": 256})]
     if words[0] == "benchmark.py":

@@ -51,6 +51,9 @@ class Work:
         as_shipped: Use each product's defaults, except for model, tokens, batch and steps.
         micro_batch_size: Sequences per forward pass; 0: ``batch_size``.
         max_seconds: Limit for one run of one product, None: no limit.
+        devices: Devices of toolkit; the peers take one.
+        options: Further options of toolkit.
+        switch: A Python statement that runs before toolkit, to switch something off for which there is no option.
         saves: Include the final save of toolkit and LitGPT, which takes minutes for a large model.
     """
 
@@ -68,6 +71,9 @@ class Work:
     activation_checkpointing: str = "none"
     accelerator: str = "auto"
     max_seconds: float | None = None
+    devices: int = 1
+    options: tuple[str, ...] = ()
+    switch: str = ""
     saves: bool = False
 
     @property
@@ -93,12 +99,14 @@ class Measurement:
 def run_toolkit(work: Work, config: ModelConfig, folder: Path, python: str, name: str = "toolkit") -> Measurement:
     """Run `toolkit pretrain` and read its logs/metrics.csv."""
     out_dir = folder / "out" / name  # a folder "toolkit" in the working directory would hide the package
+    code = f"{work.switch}; import sys; from toolkit.cli import main; sys.exit(main())"
+    main = ["-c", code] if work.switch else ["-m", "toolkit"]
     command = [
-        python, "-m", "toolkit", "pretrain", work.model, f"--out_dir={out_dir}",
+        python, *main, "pretrain", work.model, f"--out_dir={out_dir}",
         "--data=LitData", f"--data.data_path={folder / 'tokens'}", "--data.split_names=null", "--data.num_workers=0",
         f"--train.max_steps={work.steps}", f"--train.max_seq_length={work.seq_length}",
         f"--train.global_batch_size={work.batch_size}", f"--train.micro_batch_size={work.micro}",
-        f"--train.activation_checkpointing={work.activation_checkpointing}", "--devices=1",
+        f"--train.activation_checkpointing={work.activation_checkpointing}", f"--devices={work.devices}",
         f"--accelerator={work.accelerator}", "--train.log_interval=1", "--train.save_interval=0",
         "--eval.interval=0", "--eval.final_validation=false", f"--seed={SEED}",
     ]  # fmt: skip
@@ -112,6 +120,7 @@ def run_toolkit(work: Work, config: ModelConfig, folder: Path, python: str, name
         command.append(f"--model_config.vocab_size={config.vocab_size}")
     command += [f"--model_config.{name}={json.dumps(value)}" for name, value in work.model_config.items()]
     command += ["--train.fp8=tensorwise"] if name == "toolkit-fp8" else []
+    command += work.options
     metrics = out_dir / "logs" / "metrics.csv"
     done = run(work, name, command, folder, is_done=lambda: not work.saves and has_step(metrics, work.steps))
     return read_toolkit(metrics, done.output, work)
@@ -127,8 +136,9 @@ def run(
 ) -> CompletedRun:
     """Run a product with the allocator settings, device and limit of ``work``."""
     is_peer = not product.startswith("toolkit") and not work.as_shipped
-    gpu = "" if work.accelerator == "cpu" else os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    extra = (MALLOC if is_peer else {}) | {"CUDA_VISIBLE_DEVICES": gpu}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(work.devices)))).split(",")
+    gpus = "" if work.accelerator == "cpu" else ",".join(visible[: work.devices])
+    extra = (MALLOC if is_peer else {}) | {"CUDA_VISIBLE_DEVICES": gpus}
     if product == "litgpt" and work.compiler == "none" and not work.as_shipped:
         extra["TORCH_COMPILE_DISABLE"] = "1"
     return run_process(product, command, folder, work.threads, extra, max_seconds=work.max_seconds, is_done=is_done)
