@@ -39,6 +39,7 @@ NF4, MIXED = {"quantize": "bnb.nf4"}, {"precision": "16-mixed"}
 NO_VALIDATION = {"eval.interval": 0, "eval.final_validation": False}
 CONTEXT = {"context_parallel_size": 2}
 FP8, BF16_MIXED = {"train.fp8": "tensorwise"}, {"precision": "bf16-mixed"}
+RESIDUAL = {"train.residual_dtype": "bf16"}
 DISTILLATION = {"objective": Distillation("teacher")}
 FSDP, CUDA = {"devices": 2}, {"device": "cuda", "devices": 1}
 EXTENSION, SCHEDULE_FREE = {"devices": 2, "extension": "thunder_fsdp"}, {"sets_weights": True}
@@ -193,6 +194,14 @@ CASES = [
      "--train.fp8 tensorwise is not supported with --compiler thunder; remove one of them"),
     (FP8 | MODULE, BF16_MIXED,
      "--train.fp8 tensorwise is not supported with a user-provided module; remove one of them"),
+    (RESIDUAL, {}, "--train.residual_dtype bf16 is not supported with --precision 32-true: the blocks do not compute"),
+    (RESIDUAL, CUDA | MIXED, "--train.residual_dtype bf16 is not supported with --precision 16-mixed: the blocks do"),
+    (RESIDUAL, {"precision": "bf16-master"},
+     "--train.residual_dtype bf16 has no effect with --precision bf16-master: it is already in bf16; remove it"),
+    (RESIDUAL | MODULE, BF16_MIXED,
+     "--train.residual_dtype bf16 is not supported with a user-provided or extension model; remove one of them"),
+    (RESIDUAL | {"compiler": "thunder"}, BF16_MIXED,
+     "--train.residual_dtype bf16 is not supported with --compiler thunder; remove one of them"),
     ({"fsdp.shard_size": 2, "fsdp.sharding_strategy": "FULL_SHARD"}, FSDP,
      "--fsdp.shard_size 2 has no effect with --fsdp.sharding_strategy FULL_SHARD; use HYBRID_SHARD"),
     ({"fsdp.accumulate": "sharded"}, FSDP,

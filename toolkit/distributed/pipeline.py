@@ -91,6 +91,8 @@ class Pipeline:
         self.has_first, self.has_last = 0 in indices, self.n_stages - 1 in indices
         self._remove_other_stages({layer for part in layers.values() for layer in part})
         self.dtype = next(model.blocks[layers[indices[0]][0]].parameters()).dtype  # of the residual stream
+        if model.execution.autocasts_residual:
+            self.dtype = torch.bfloat16
         self.stages = [Stage(self, i, layers[i]) for i in indices]
         self._losses: list[Tensor] = []
         self._scale = 1.0

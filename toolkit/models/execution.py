@@ -19,6 +19,7 @@ class Execution:
         uses_kernels: Use the kernels of :mod:`toolkit.models.attention_kernels` instead of masks where supported.
         compiled_loss: Whether to use a compiled cross-entropy kernel if available, or the function to use.
         reusable_loss: Whether the backward pass runs through the loss several times.
+        autocasts_residual: Whether the residual stream has autocast's dtype instead of the embedding's.
         context: With context parallelism, the ranks that share the tokens of a row. A forward pass with labels takes
             complete rows, computes this rank's tokens, and returns their loss. Others compute all tokens on every rank.
         tensor_ranks: Number of ranks that divide each layer, and with it the attention heads.
@@ -33,6 +34,7 @@ class Execution:
     uses_kernels: bool = True
     compiled_loss: bool | CrossEntropy = False
     reusable_loss: bool = False
+    autocasts_residual: bool = False
     context: ContextGroup | None = None
     tensor_ranks: int = 1
     cuts: dict[str, Any] = field(default_factory=dict)

@@ -24,6 +24,7 @@ from toolkit.models.kv_cache import KVCache
 from toolkit.models.labels import IGNORE_INDEX
 from toolkit.models.loss import RowLoss, mask_until_last_label
 from toolkit.models.masks import AttentionMaskBuilder, ContextMaskBuilder, FixedShapeMaskBuilder, MaskBuilder
+from toolkit.models.mixed_mm import matmul_dtype
 from toolkit.models.neftune import SampleNoise
 from toolkit.models.norm import make_norm
 from toolkit.models.rope import RotaryEmbedding, attention_factor, document_lengths, inverse_frequencies, query_scale
@@ -95,7 +96,7 @@ class GPT(nn.Module, metaclass=InitializedModel):
         if config.position_embedding == "learned":
             parts["wpe"] = nn.Embedding(config.block_size, config.n_embd)
         parts["h"] = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
-        parts["ln_f"] = make_norm(config)
+        parts["ln_f"] = make_norm(config, is_of_residual=True)
         self.transformer = Transformer(parts)
         self._frequencies: dict[tuple, Tensor] = {}  # not buffers: see rope.py
         self.tie_weights()
@@ -348,7 +349,8 @@ class GPT(nn.Module, metaclass=InitializedModel):
             x = x + self.transformer.wpe(positions)
         if self.config.scale_embeddings:  # with the factor rounded to the weights' dtype, as these models were trained
             x = x * torch.full((), self.config.n_embd**0.5, dtype=x.dtype, device=x.device)
-        return x if self.config.embedding_multiplier == 1.0 else x * self.config.embedding_multiplier
+        x = x if self.config.embedding_multiplier == 1.0 else x * self.config.embedding_multiplier
+        return x.to(matmul_dtype(x)) if self.execution.autocasts_residual else x
 
     def _rotary_embeddings(self, positions: Tensor, lengths: Tensor | int) -> dict[int, RotaryEmbedding]:
         """Return the rotary embedding for each rope index in use, except -1 (no RoPE)."""

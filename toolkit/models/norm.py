@@ -1,5 +1,6 @@
 """Normalization layers: torch's, Gemma's RMSNorm with offset, and LayerNorm per head."""
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -8,20 +9,38 @@ from toolkit.models.config import ModelConfig
 Norm = nn.RMSNorm | nn.LayerNorm
 
 
+class LayerNorm(nn.LayerNorm):
+    """LayerNorm, computed in fp32. For ``is_of_residual`` see :func:`make_norm`."""
+
+    is_of_residual = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_of_residual or self.weight is None or self.weight.dtype == x.dtype:
+            return super().forward(x)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        with torch.autocast(x.device.type, enabled=False):
+            return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), bias, self.eps)
+
+
 class RMSNorm(nn.RMSNorm):
-    """RMSNorm, computed in fp32 and rounded once at the end.
+    """RMSNorm, computed in fp32 and rounded once at the end. For ``is_of_residual`` see :func:`make_norm`.
 
     On CUDA torch has a fused kernel for inputs and weights of one dtype. Under autocast the queries and keys are in 16
     bits and their norm's weight is in fp32: without the casts, torch would run an operator for each step.
     """
 
+    is_of_residual = False
+
     def forward(self, x: Tensor) -> Tensor:
         if self.weight is None or self.weight.dtype == x.dtype:
             return super().forward(x)
+        if self.is_of_residual:
+            with torch.autocast(x.device.type, enabled=False):
+                return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
         return F.rms_norm(x.float(), self.normalized_shape, self.weight.float(), self.eps).type_as(x)
 
 
-class OffsetRMSNorm(nn.RMSNorm):
+class OffsetRMSNorm(RMSNorm):
     """RMSNorm that multiplies by 1 + weight (Gemma). Computed in fp32, rounded once at the end."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -42,16 +61,21 @@ class LayerNormPerHead(nn.LayerNorm):
         return y.flatten(-2).type_as(x)
 
 
-def make_norm(config: ModelConfig, size: int | None = None) -> Norm:
+def make_norm(config: ModelConfig, size: int | None = None, is_of_residual: bool = False) -> Norm:
     """Return a norm over a last axis of ``size`` (default n_embd).
 
-    All norms are computed in fp32 for any input dtype and rounded once at the end.
+    All norms are computed in fp32 for any input dtype and rounded once at the end. If the residual stream is in bf16,
+    its norms round their fp32 weights to bf16, as autocast does for matmuls, so that kernels read and save only bf16.
     """
     size = size or config.n_embd
+    norm: LayerNorm | RMSNorm
     if config.norm_class_name == "LayerNorm":
-        return nn.LayerNorm(size, config.norm_eps, config.norm_affine, bias=config.norm_bias)
-    kind = OffsetRMSNorm if config.norm_offset else RMSNorm
-    return kind(size, eps=config.norm_eps, elementwise_affine=config.norm_affine)
+        norm = LayerNorm(size, config.norm_eps, config.norm_affine, bias=config.norm_bias)
+    else:
+        kind = OffsetRMSNorm if config.norm_offset else RMSNorm
+        norm = kind(size, eps=config.norm_eps, elementwise_affine=config.norm_affine)
+    norm.is_of_residual = is_of_residual
+    return norm
 
 
 def make_qk_norm(config: ModelConfig, heads: int) -> Norm:

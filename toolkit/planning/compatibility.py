@@ -82,6 +82,7 @@ _CHECKPOINTING = _set("train.activation_checkpointing", "selective, full")
 _MIXED_16, _MASTERS = _is("precision", "16-mixed"), _is("precision", "bf16-master")
 _NOT_16_MIXED = _is("precision", "32-true", "bf16-true", "bf16-master", "bf16-mixed")
 _FP8 = _set("train.fp8", "tensorwise, rowwise")
+_RESIDUAL = _is("train.residual_dtype", "bf16")
 _QUANTIZE = _set("quantize", "bnb.nf4, bnb.nf4-dq")
 _LORA = Use("finetune_lora", lambda f: f.lora is not None)
 _IN_BACKWARD = _is("optimizer.in_backward", True)
@@ -201,6 +202,10 @@ ROWS: tuple[Row, ...] = (
     Row(_FP8, _is("precision", "32-true", "16-mixed", "bf16-master"),
         "the other layers compute in bf16", "use bf16-mixed or bf16-true"),
     *(Row(_FP8, other) for other in (_TENSOR, _EXTENSION_STRATEGY, _COMPILER, _USER_MODULE)),
+    # residual stream
+    Row(_RESIDUAL, _is("precision", "32-true", "16-mixed"), "the blocks do not compute in bf16", "use bf16-mixed"),
+    _no_effect(_RESIDUAL, _is("precision", "bf16-true", "bf16-master"), "it is already in bf16"),
+    *(Row(_RESIDUAL, other) for other in (_FOREIGN_MODEL, _COMPILER)),
     # FSDP
     _no_effect(_set("fsdp.shard_size", "N"),
                _is("fsdp.sharding_strategy", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"), fix="use HYBRID_SHARD"),

@@ -55,6 +55,8 @@ def describe_run(launch: Launch, reader: DataReader) -> Iterator[str]:
         yield f"Compiler: {args.compiler}{f' ({reason})' if reason else ''}"
     if (mode := args.train.activation_checkpointing) != "none":
         yield f"Activation checkpointing: {mode}"
+    if args.train.residual_dtype != "auto":
+        yield f"Residual stream: {args.train.residual_dtype}"
     if args.train.fp8 != "none" and (model := spec.meta_model) is not None:
         yield describe_fp8(model, args.train.fp8, config.device)
     if config.accumulate == "sharded":

@@ -133,6 +133,7 @@ def build_model(
 
             rank = ranks.layout().coordinates(ranks.global_rank())["tensor"]
             values = split_model(spec.meta_model, size, rank, ranks.group("tensor"))(values)
+        spec.meta_model.execute_with(autocasts_residual=args.train.residual_dtype == "bf16")
         if ranks.layout().pipeline > 1:
             from toolkit.distributed.pipeline import Pipeline
 

@@ -62,7 +62,7 @@ def prepare_start_state(
     resolved: ResolvedConfig, data: PreparedData, progress: Progress, resume_from: Path | None, damaged: list[Path]
 ) -> StartState:
     """Resolve start and end of the run, and check that all ranks have the same options, data and weights."""
-    args, fp8 = resolved.args, resolved.args.train.fp8
+    args, fp8, residual = resolved.args, resolved.args.train.fp8, resolved.args.train.residual_dtype
     require_disjoint_samples(args, data.train)
     config = resolved.model
     if resolved.frozen is not None and data.tokenizer is None:  # otherwise the tokenizers have been compared
@@ -79,7 +79,9 @@ def prepare_start_state(
         data=data.content_key,
         global_batch_size=resolved.batch.global_batch_size,
         seed=args.seed,
-        precision=resolved.precision + f" --train.fp8 {fp8}" * (fp8 != "none"),
+        precision=resolved.precision
+        + f" --train.fp8 {fp8}" * (fp8 != "none")
+        + f" --train.residual_dtype {residual}" * (residual != AUTO),
         optimizer=resolved.optimizer | ({} if args.train.ema is None else {"ema": args.train.ema}),
         objective=objective_fingerprint(args),
         adapters=adapters,

@@ -111,6 +111,8 @@ RUNS = [
         Row(f"curve, {name}", _CPU, "--precision 32-true", partial(_curve, f"--precision {name}", tolerance))
         for name, tolerance in (("bf16-mixed", 0.02), ("bf16-true", 0.05), ("bf16-master", 0.05))
     ),
+    Row("curve, bf16 residual stream", _CPU, "--train.residual_dtype auto",
+        partial(_curve, f"{_MIXED} --train.residual_dtype bf16", 0.02)),
     Row("fp16 scaler", _CPU, "--precision bf16-mixed", _scaler),
     Row("curve, compiled", _CPU, "--compiler none", partial(_curve, f"{_FP32} --compiler torch", 1e-3)),
     Row("resume", "bits of the final weights, resumed at half", "--resume false",

@@ -133,6 +133,7 @@ def build(setup: MemoryInputs) -> GPT:
             parameter.data = parameter.data.bfloat16()
     if setup.fp8 != "none":
         convert_to_fp8(model, setup.fp8, setup.device)
+    model.execute_with(autocasts_residual=setup.residual_dtype == "bf16")
     return model
 
 
@@ -188,6 +189,17 @@ def test_activations_of_full_training_match_autograd(family, precision):
     setup = setup_of(family, precision)
     memory = plan_memory(setup)
     assert memory.activations + memory.cast_weights == pytest.approx(saved_bytes(setup), rel=0.01)
+
+
+@pytest.mark.parametrize("family", slow_except(["gpt2"], ["gpt2", "llama", "gpt_neox", "gemma3", "olmo2"]))
+def test_activations_with_a_bf16_residual_stream_match_autograd(family):
+    setup = setup_of(family, "bf16-mixed", residual_dtype="bf16")
+    memory, plain = plan_memory(setup), plan_memory(setup_of(family, "bf16-mixed"))
+    assert memory.activations + memory.cast_weights == pytest.approx(saved_bytes(setup), rel=0.01)
+    if family == "gpt2":  # each block's norms and the last one save their input in bf16
+        n_norms = 2 * setup.config.n_layer + 1
+        halves = n_norms * 2 * setup.tokens * setup.config.n_embd
+        assert plain.activations - memory.activations == pytest.approx(halves, rel=0.02)  # statistics and bf16 weights
 
 
 FP8_CASES = [("llama", "bf16-mixed", "none"), ("llama", "bf16-true", "full"), ("gemma3", "bf16-mixed", "selective")]

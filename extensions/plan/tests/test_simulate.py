@@ -129,6 +129,12 @@ CASES = {
     "offloaded, one device": ("FULL_SHARD", Layout(), {"offloads": True}),
     "fp8": (*FULL, {"fp8": "tensorwise"}),
     "fp8, rows": (*FULL, {"fp8": "rowwise", "activation_checkpointing": "none"}),
+    "bf16 residual stream": (*SINGLE, {"residual_dtype": "bf16", "activation_checkpointing": "none"}),
+    "stages, bf16 residual stream": (
+        "FULL_SHARD",
+        Layout(shard=4, pipeline=4),
+        {"accumulation": 8, "residual_dtype": "bf16"},
+    ),
     "average": (*FULL, {"ema": 0.99, "precision": "bf16-true"}),
     "average, one device": (*SINGLE, {"ema": 0.99, "accumulation": 2}),
     "average, offloaded": (*FULL, {"ema": 0.99, "offloads": True}),

@@ -74,6 +74,7 @@ class MemoryInputs:
     optimizer_class: type[torch.optim.Optimizer] | None = None
     activation_checkpointing: ActivationCheckpointing = "none"
     fp8: str = "none"
+    residual_dtype: str = "auto"
     in_backward: bool = False
     async_save: bool = False
     schedule: str = "1f1b"
@@ -101,6 +102,10 @@ class MemoryInputs:
     @property
     def weight_bytes(self) -> int:
         return 2 if self.precision in ("bf16-true", "bf16-master") else FP32
+
+    @property
+    def residual_bytes(self) -> int:
+        return 2 if self.residual_dtype == "bf16" else self.weight_bytes
 
     @property
     def dtype(self) -> torch.dtype:
@@ -171,6 +176,7 @@ def memory_inputs(config: ResolvedConfig, model: ModelConfig) -> MemoryInputs:
         optimizer_class=args.optimizer_class,
         activation_checkpointing=args.train.activation_checkpointing,
         fp8=args.train.fp8,
+        residual_dtype=args.train.residual_dtype,
         in_backward=args.optimizer.in_backward,
         async_save=args.train.async_save,
         schedule=args.pipeline.schedule,

@@ -93,8 +93,8 @@ def _tensor(inputs: MemoryInputs, topology: _Topology) -> float:
     the embedded tokens and the gradient of the head's input. The loss's all-reduces are small.
     """
     outputs = 2 * inputs.config.n_layer * (1 if inputs.activation_checkpointing == "none" else 2)
-    gradients = 2 * inputs.config.n_layer + 2  # autocast keeps the residual stream in fp32
-    counts = ((outputs, inputs.compute_bytes), (gradients, inputs.weight_bytes))
+    gradients = 2 * inputs.config.n_layer + 2  # in the dtype of the residual stream
+    counts = ((outputs, inputs.compute_bytes), (gradients, inputs.residual_bytes))
     elements = inputs.tokens * inputs.config.n_embd
     return inputs.accumulation * sum(n * 2 * topology.gather(size * elements, inputs.tensor) for n, size in counts)
 

@@ -240,7 +240,7 @@ def _plan_rank(
     )
     step = step or step_memory(replace(stage, config=replace(config, tie_embeddings=False)))
     memory = plan_memory(stage, step=step)
-    residual = inputs.weight_bytes * inputs.tokens * config.n_embd  # bytes of a micro-batch's residual stream
+    residual = inputs.residual_bytes * inputs.tokens * config.n_embd  # bytes of a micro-batch's residual stream
     n_saved = n_stages - has_embedding  # received inputs that are activations of the first block
     is_gpipe, kept = inputs.schedule == "gpipe", 0.0
     if is_gpipe:  # no gradients before the last loss, and all of them from the second backward pass on

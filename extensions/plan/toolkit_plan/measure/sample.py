@@ -77,6 +77,7 @@ def sample_model(inputs: MemoryInputs, device: str, tensor_group: Any = None) ->
     model.tie_weights()
     if inputs.fp8 != "none":
         convert_to_fp8(model, inputs.fp8, inputs.device)
+    model.execute_with(autocasts_residual=inputs.residual_dtype == "bf16")
     if (size := inputs.strategy.layout.context) > 1:
         # every rank computes as much; nothing is gathered without data
         model.execute_with(context=ContextGroup(0, size))
