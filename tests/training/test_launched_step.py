@@ -1,5 +1,6 @@
 """The host reads a step's result after it has launched the next step: on CUDA by default, here forced on a CPU."""
 
+import ast
 import copy
 import os
 import signal
@@ -14,6 +15,7 @@ import torch
 from helpers.compare_runs import assert_same_weights, curve, rows_of
 from helpers.groups import Case, run_group
 from helpers.small_runs import text_data
+from helpers.sources import FILES
 
 from tests.training.test_run import arguments, folders
 from toolkit.config import OptimizerArgs
@@ -183,6 +185,27 @@ def test_callbacks_of_users_and_updates_that_the_host_decides_wait_for_each_step
         run_training(replace(late_arguments(corpus, tmp_path / name, **few, **train), **options), callbacks)
         n_ahead = sum(a[0] == b[0] == "launch" for a, b in pairwise(late.order))
         assert n_ahead == (1 if name == "late" else 0), name
+
+
+def test_every_built_in_callback_is_late_or_has_a_reason():
+    """One that is not marked would let the host wait in all runs."""
+    reasons = {
+        "Callback": "the base class",
+        "SkipSpikes": "the host decides each step",
+        "Profile": "ends the profiler's step",
+        "GradientRecorder": "compares gradients",
+        "LayoutCheck": "compares gradients",
+    }
+    found = {
+        node.name
+        for file in FILES
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ClassDef)
+        for hook in node.body
+        if isinstance(hook, ast.FunctionDef) and hook.name in ("on_step_end", "on_log")
+        if "late" not in map(ast.unparse, hook.decorator_list)
+    }
+    assert found == reasons.keys()
 
 
 @pytest.mark.gpu
