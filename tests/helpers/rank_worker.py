@@ -114,6 +114,14 @@ def watch(seen: dict, fit):
                 return copied
 
             copies.copy = counting_copy
+        seen["unread"], launch = 0, training._launch
+
+        def launch_and_count(*args):
+            step = launch(*args)
+            seen["unread"] = max(seen["unread"], len(training.unread))
+            return step
+
+        training._launch = launch_and_count
         seen["options"] = options_of(module)
         seen["dtypes"] = sorted({str(p.dtype) for p in module.parameters()})
         fit(training)
@@ -255,8 +263,11 @@ def broken(kind: str):
         gather_in_fp8 = partial(model_spec.gather_in_fp8, device="cpu")
         stack.enter_context(mock.patch.object(model_spec, "gather_in_fp8", gather_in_fp8))
         return stack
-    if kind == "late":  # no fault: as on CUDA, the host reads a step's result when the next one is launched
-        return mock.patch.object(launched_step, "LATE_ON", {"cpu"})
+    if kind.startswith("late"):  # no fault: as on CUDA, the host reads a step's result when the next one is launched
+        stack = ExitStack()
+        stack.enter_context(mock.patch.object(launched_step, "LATE_ON", {"cpu"}))
+        stack.enter_context(broken(kind.removeprefix("late, ")) if kind != "late" else nullcontext())
+        return stack
     if kind == "weights of the MLPs are not used":
         return mock.patch.object(LLaMAMLP, "forward", lambda self, x: x)
     if kind == "no permission on rank 1":

@@ -2,8 +2,8 @@
 
 torch's fused Adam and AdamW divide gradients by ``grad_scale`` and skip the update if ``found_inf`` is set, as for
 ``torch.amp.GradScaler``. :class:`FusedUpdate` uses this to clip without a pass over the gradients, and the host reads
-norm and loss while the update runs. :class:`Update` divides in the same way, so updates of fp32 weights are equal with
-and without a gradient callback.
+norm and loss later. :class:`Update` divides in the same way, so updates of fp32 weights are equal with and without a
+gradient callback.
 """
 
 import math

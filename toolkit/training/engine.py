@@ -1,10 +1,12 @@
 """Run training from arguments to ``final/``. Start reading at :func:`open_run` and :class:`Engine`."""
 
 import math
+import sys
 import time
 import warnings
+from collections import deque
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -161,7 +163,7 @@ class Engine:
         self.run, self.update = run, build_update(run)
         self.is_late = reads_late(run, self.update)
         self.clock = Clock(is_on_device=self.is_late and run.fabric.device.type == "cuda")
-        self.launched: LaunchedStep | None = None
+        self.unread = deque[LaunchedStep]()
         self.intervals = build_intervals(run.args.train, run.args.eval, run.limits)
         self.signals, self.control_files = SignalWatch(), ControlFiles(run.out_dir)
 
@@ -179,6 +181,9 @@ class Engine:
                 run.save(FINAL)  # inside SignalWatch, so that a signal does not interrupt the final save
         except BaseException as error:
             ranks.set_timeout(run.timeouts.first)  # loggers may need long to upload
+            if ranks.world_size() == 1:
+                with suppress(Exception):
+                    self._read_steps(0)  # so that the weights are of the step that callbacks see
             self._finish_save()
             self._notify_exception(error)
             raise
@@ -199,19 +204,16 @@ class Engine:
             started_at, start = time.perf_counter(), self.clock.note()
             with record_function(DATA_WAIT):
                 micro_batches = run.reader.read()
-            totals, self.microseconds = self._all_reduce_step(micro_batches, started_at)
-            self.synced_at = time.perf_counter()
+            totals, microseconds = self._all_reduce_step(micro_batches, started_at)
             if not totals["writing"] and run.checkpointer.pending is not None:
-                self._finish_step()
-                run.finish_save()
                 self.synced_at = time.perf_counter()
+                self._read_steps(0)
+                run.finish_save()
+            self.synced_at = time.perf_counter()
             if self._stops_before_step(totals):
                 return
-            step = self._launch(micro_batches, totals, started_at, start)
-            self._finish_step()  # the step before, while the device computes this one
-            self.launched = step
-            if not step.is_read_late:
-                self._finish_step()
+            step = self._launch(micro_batches, totals, microseconds, started_at, start)
+            self._read_steps(int(step.is_read_late))
             if step.is_last:
                 return
 
@@ -224,14 +226,9 @@ class Engine:
         """
         counted = micro_batches if ranks.is_first("pipeline", "context", "tensor") else []  # the others read the same
         run, limits, data_ready_at = self.run, self.run.limits, time.perf_counter()
-        seconds, now = run.progress.seconds, started_at
-        if self.launched is not None:  # it will take as long as the step before
-            begun_at = max(self.launched.started_at, self.ready_at)
-            now = max(now, begun_at + self.step_seconds)
-            seconds += now - begun_at
         seconds_left = min(
-            (limits.max_seconds or math.inf) - (now - run.launched_at),
-            (limits.total_seconds or math.inf) - seconds,
+            (limits.max_seconds or math.inf) - (started_at - run.launched_at),
+            (limits.total_seconds or math.inf) - run.progress.seconds,
         )
         return ranks.all_reduce_and_gather(
             [round(1e6 * (data_ready_at - self.ready_at)), round(1e6 * (data_ready_at - started_at))],
@@ -242,7 +239,8 @@ class Engine:
             cannot_read=int(run.reader.error is not None),
             writing=int(run.checkpointer.is_writing),
             time_is_up=int(seconds_left <= self.step_seconds),
-            microseconds=round(1e6 * seconds) if ranks.global_rank() == 0 else 0,  # for the schedule
+            time_is_near=int(seconds_left <= (3 * self.step_seconds or sys.float_info.max)),  # decide by times as read
+            microseconds=round(1e6 * run.progress.seconds) if ranks.global_rank() == 0 else 0,  # for the schedule
             eval_is_due=int(
                 started_at - self.validated_at >= max(self.intervals.eval_seconds or math.inf, self.pause_seconds)
             ),
@@ -255,7 +253,7 @@ class Engine:
         run = self.run
         if not any(totals[flag] for flag in ("signalled", "cannot_read", STOP, "should_stop")):
             return False
-        self._finish_step()  # what is saved is checked
+        self._read_steps(0)  # what is saved is checked
         if totals["signalled"]:
             signal_number = max(ranks.all_gather_object(self.signals.received))
             message = self._save_early()  # a second Ctrl-C interrupts its wait
@@ -280,12 +278,17 @@ class Engine:
         return f"stopped after step {self.run.progress.step}{saved}"
 
     def _launch(
-        self, micro_batches: list[Batch], totals: dict[str, int], started_at: float, start: Any
+        self,
+        micro_batches: list[Batch],
+        totals: dict[str, int],
+        microseconds: list[list[int]],
+        started_at: float,
+        start: Any,
     ) -> LaunchedStep:
         """Launch the next step, and decide what is due after it."""
-        run, args, before = self.run, self.run.args, self.launched
-        step = run.progress.step + (1 if before is None else 2)
-        tokens = run.progress.tokens + totals["n_inputs"] + (0 if before is None else before.totals["n_inputs"])
+        run, args = self.run, self.run.args
+        step = run.progress.step + len(self.unread) + 1
+        tokens = run.progress.tokens + sum(before.totals["n_inputs"] for before in self.unread) + totals["n_inputs"]
         is_time_up = totals["time_is_up"] > 0
         seconds = math.inf if is_time_up else totals["microseconds"] / 1e6  # the last step ends the schedule
         learning_rate = run.schedule.learning_rate(step - 1, seconds)
@@ -302,17 +305,29 @@ class Engine:
         saves = is_due(self.intervals.save_steps, step) or totals["save_is_due"] or totals[SAVE_NOW]
         saves = bool(saves) and not is_last
         is_read_late = self.is_late and step > self.first_step and not (is_last or validates or saves)
-        where = (started_at, start if before is None else before.end, self.clock.note())
-        return LaunchedStep(totals, learning_rate, result, *where, is_last, validates, saves, is_read_late)
+        is_read_late = is_read_late and not totals["time_is_near"]
+        start = self.unread[-1].end if self.unread else start
+        launched = LaunchedStep(
+            totals, microseconds, learning_rate, result, started_at, start, self.clock.note(),
+            is_last, validates, saves, is_read_late,
+        )  # fmt: skip
+        if is_read_late and not self.unread:  # no step is read now
+            self.ready_at = time.perf_counter()
+            launched.seconds = self.ready_at - self.synced_at
+        self.unread.append(launched)
+        return launched
 
-    def _finish_step(self) -> None:
-        """Read the result of the launched step, if there is one; advance, validate, log and save when due."""
-        if (step := self.launched) is None:
-            return
-        run, progress, limits, self.launched = self.run, self.run.progress, self.run.limits, None
+    def _read_steps(self, n_left: int) -> None:
+        """Read the results of the launched steps but the last ``n_left``: advance, validate, log and save when due."""
+        while len(self.unread) > n_left:
+            self._finish_step(self.unread.popleft())
+
+    def _finish_step(self, step: LaunchedStep) -> None:
+        run, progress, limits = self.run, self.run.progress, self.run.limits
         try:
             result = step.result()
         except GuardError as error:
+            self.unread.clear()  # they changed nothing
             self._finish_save(is_on_all_ranks=True)
             raise GuardError(
                 f"step {progress.step + 1} is not finite: {error}. No checkpoint includes this step; "
@@ -324,8 +339,8 @@ class Engine:
         self.ready_at, n_inputs = time.perf_counter(), step.totals["n_inputs"]
         seconds = self.clock.seconds(step.start, step.end) if self.is_late else self.ready_at - step.started_at
         run.advance(n_inputs, seconds)
-        run.step_times.add(self.microseconds, self.ready_at - self.synced_at)
-        self.microseconds, self.synced_at = [[0, 0] for _ in self.microseconds], self.ready_at
+        run.step_times.add(step.microseconds, step.seconds + self.ready_at - self.synced_at)
+        self.synced_at = self.ready_at
         metrics = {"loss": result.loss, "learning_rate": step.learning_rate, "grad_norm": result.grad_norm}
         metrics |= result.parts
         run.notify("on_step_end", metrics | {"step_tokens": n_inputs, "step_seconds": seconds})

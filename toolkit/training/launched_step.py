@@ -22,15 +22,19 @@ class LaunchedStep:
 
     Args:
         totals: Counts and flags of all ranks, see :meth:`toolkit.training.engine.Engine._all_reduce_step`.
+        microseconds: Host times of all ranks, from there.
         result: Waits for the step, see :func:`toolkit.training.step.launch_step`.
         started_at: ``time.perf_counter()`` before its data was read.
-        start, end: What :class:`Clock` noted there and after the launch.
+        start, end: Notes of :class:`Clock`: the end of the step before, or if that was read, before the data was read;
+            and after the launch.
         is_last: Whether the run ends with it.
         validates, saves: Whether a validation or a checkpoint is due after it.
         is_read_late: Whether the next step is launched before the result is read.
+        seconds: Seconds from its all-reduce to the end of its launch, if the step before was read then.
     """
 
     totals: dict[str, int]
+    microseconds: list[list[int]]
     learning_rate: float
     result: Callable[[], StepResult]
     started_at: float
@@ -40,6 +44,7 @@ class LaunchedStep:
     validates: bool
     saves: bool
     is_read_late: bool
+    seconds: float = 0.0
 
 
 class Clock:
@@ -67,9 +72,10 @@ class Clock:
 def reads_late(run: Run, update: Update) -> bool:
     """Whether the run reads a step's result after it has launched the next one. Collective.
 
-    The device must be able to refuse a step, and no callback may need the weights of the step that it is told of.
+    The device must be able to refuse a step, the schedule must not depend on the time of the step before, and
+    ``on_step_end`` and ``on_log`` of all callbacks must be marked :func:`toolkit.training.run.late`.
     """
-    late = run.fabric.device.type in LATE_ON and isinstance(update, FusedUpdate)
+    late = run.fabric.device.type in LATE_ON and isinstance(update, FusedUpdate) and run.limits.total_seconds is None
     for callback in run.callbacks:
         for hook in ("on_step_end", "on_log"):
             late &= not overrides(callback, hook) or hasattr(getattr(callback, hook), "may_be_late")

@@ -86,7 +86,8 @@ class Callback:
         """Called after a checkpoint is complete on disk; with ``--train.async_save``, some steps after it was taken."""
 
     def on_exception(self, trainer: Run, error: BaseException) -> None:
-        """Called when the run ends with an error or after a signal."""
+        """Called when the run ends with an error or after a signal. With several ranks, the weights may be those after
+        the next step then."""
 
     def on_train_end(self, trainer: Run) -> None:
         """Called when the run has finished and ``final/`` is complete."""
