@@ -18,7 +18,8 @@ def peak_memory_gb(device: torch.device) -> float:
 class Throughput:
     """Counts tokens and seconds of training steps since the last :meth:`read`.
 
-    Validation and saving are excluded, and logging unless the device waits for it: only the values passed to :meth:`add` count.
+    Validation and saving are excluded, and logging unless the device waits for it: only the values passed to
+    :meth:`add` count.
     """
 
     def __init__(self, flops_per_token: float | None, peak_flops: float | None) -> None:

@@ -18,8 +18,8 @@ from toolkit.errors import UserError
 from toolkit.io.paths import is_url
 from toolkit.planning.training_options import run_args
 from toolkit.training.engine import run_training
-from toolkit.training.run import late
 from toolkit.training.python_args import read_run_args, run_from_python
+from toolkit.training.run import late
 from toolkit.training.trainer_names import PYTHON_OBJECTS
 
 
