@@ -19,6 +19,7 @@ from helpers.sources import FILES
 
 from tests.training.test_run import arguments, folders
 from toolkit.config import OptimizerArgs
+from toolkit.distributed.signals import restore_handlers_on_exit
 from toolkit.errors import GuardError, StoppedByFileError, StoppedBySignalError
 from toolkit.objectives import NextToken
 from toolkit.objectives.inputs import original_module
@@ -155,7 +156,8 @@ def test_requests_between_a_launch_and_its_reading_act_on_a_step_that_is_read(
     late.then[6 if how == "SAVE_NOW" else 7] = acts.get(how, lambda: (out / how).touch())
     error = {"signal": StoppedBySignalError, "STOP": StoppedByFileError}.get(how)
     args = late_arguments(corpus, out, max_time=10.0)
-    with nullcontext() if error is None else pytest.raises(error, match="stopped after step 7.*step-00000007"):
+    ends = nullcontext() if error is None else pytest.raises(error, match="stopped after step 7.*step-00000007")
+    with restore_handlers_on_exit(), ends:
         run_training(args)
     last = 12 if error is None else 7
     assert late.order[-1] == ("read", last) and [row["step"] for row in curve(out)] == list(range(1, last + 1))
