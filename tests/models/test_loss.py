@@ -1,4 +1,3 @@
-import contextlib
 import itertools
 import warnings
 
@@ -270,8 +269,8 @@ class _CountLaunches(TorchDispatchMode):
 
 
 def test_a_chunk_is_at_most_eight_launches_on_cuda(monkeypatch):
-    """Meta tensors take CUDA's path; with a bias, bf16 weights or autocast. The compiled kernel counts as two: losses
-    and gradient (test_compiled_loss_on_cuda). On the meta device addmm_fp32_ needs one launch more."""
+    """Meta tensors take CUDA's path; with a bias, bf16 weights or autocast. The loss kernel counts as two, losses and
+    gradient, as torch.compile's; Triton's is one. On the meta device addmm_fp32_ needs one launch more."""
 
     def kernel(logits, targets, ignored, bias, softcap, dtype, padding):
         return logits.sum(1), logits.to(dtype)
@@ -308,7 +307,9 @@ def test_compiled_kernel():
     assert len(kernels) == 1  # padded columns take no kernel
 
 
-def test_a_compiled_kernel_that_fails_or_differs_is_not_used(monkeypatch):
+def test_a_kernel_that_fails_or_differs_is_not_used(monkeypatch):
+    """Triton's is tried first, then torch.compile's. A kernel that hides a NaN differs (N7)."""
+
     def fails(*_):
         raise RuntimeError("no compiler\nand a long story")
 
@@ -316,14 +317,46 @@ def test_a_compiled_kernel_that_fails_or_differs_is_not_used(monkeypatch):
         losses, grad = cross_entropy_(logits.clone(), *arguments)
         return losses, 1.1 * grad
 
-    for kernel in (fails, differs, cross_entropy.pointwise_cross_entropy):
+    def hides_nan(logits, *arguments):
+        return [part.nan_to_num(0.0) for part in cross_entropy_(logits.clone(), *arguments)]
+
+    good = cross_entropy.pointwise_cross_entropy
+    cases = {(good, fails): [], (fails, good): ["Triton"], (hides_nan, good): ["Triton"]}
+    for kernels, failing in (cases | {(differs, fails): ["Triton", "compiled"]}).items():
         cross_entropy._checked_kernel.cache_clear()
-        monkeypatch.setattr(torch, "compile", lambda function, kernel=kernel: kernel)
-        is_good = kernel is cross_entropy.pointwise_cross_entropy
-        with contextlib.nullcontext() if is_good else pytest.warns(UserWarning, match="fails its check: "):
+        for name, kernel in zip(("_triton_kernel", "_compiled_kernel"), kernels, strict=True):
+            monkeypatch.setattr(cross_entropy, name, lambda kernel=kernel: kernel)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
             chosen = cross_entropy._checked_kernel(torch.device("cpu"), VOCAB, True, 0.7, torch.bfloat16, 3)
-        assert chosen is (kernel if is_good else cross_entropy_)
+        assert chosen is (good if good in kernels else cross_entropy_)
+        texts = [str(warning.message) for warning in caught]
+        assert [text.partition(" loss kernel fails its check: ")[0] for text in texts] == [f"the {n}" for n in failing]
+        assert not any("\n" in text for text in texts)
     cross_entropy._checked_kernel.cache_clear()
+
+
+def test_comparisons_and_log_probabilities_without_gradient_use_no_kernel(monkeypatch):
+    """Kernels compute a gradient. A RowLoss has its own function; log-probabilities get a gradient in backward."""
+    calls = []
+
+    def choose(*_):
+        calls.append("kernel")
+        return cross_entropy_
+
+    monkeypatch.setattr(loss_module, "choose_cross_entropy", choose)
+    x, weight, b, labels = inputs(bias=True)
+    head_loss(x, weight, b, labels, compiled=Rows()).backward()
+    log_probs = head_loss(x, weight, b, labels, compiled=True, log_probs=True)
+    assert not calls
+    log_probs.sum().backward()
+    head_loss(x, weight, b, labels, compiled=True)
+    assert len(calls) == 2
+
+
+class Rows(loss_module.RowLoss):
+    def start(self, dtype, supervised, ignored):
+        return cross_entropy_
 
 
 def test_products_with_fp32_results_are_checked():
@@ -345,10 +378,12 @@ def test_chunks_are_equal_and_cover_all_rows():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_compiled_loss_on_cuda(monkeypatch):
-    """The self-checks pass, and chunks give the gradients of the CPU in fp32."""
+    """The checks of both kernels pass, and chunks give the gradients of the CPU in fp32."""
     monkeypatch.setattr(loss_module, "chunk_rows", lambda *_: 7)
-    exact = inputs(bias=True)
-    for softcap in (None, 0.7):
+    exact, triton_kernel = inputs(bias=True), cross_entropy._triton_kernel
+    for load, softcap in itertools.product((triton_kernel, cross_entropy._compiled_kernel), (None, 0.7)):
+        monkeypatch.setattr(cross_entropy, "_triton_kernel", load)
+        cross_entropy._checked_kernel.cache_clear()
         logits = F.linear(*exact[:3])
         logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
         expected = F.cross_entropy(logits.flatten(0, -2), exact[3].flatten(), ignore_index=-100, reduction="sum")
@@ -358,10 +393,12 @@ def test_compiled_loss_on_cuda(monkeypatch):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             actual = head_loss(*tensors, exact[3].cuda(), softcap=softcap, compiled=True)
-        assert metrics.generated_kernel_count <= 4  # two for the rows of the check, two for the chunks
+        # by torch.compile: two for the rows of the check, two for the chunks
+        assert metrics.generated_kernel_count <= (0 if load is triton_kernel else 4)
         torch.testing.assert_close(actual.cpu(), expected, rtol=1e-2, atol=0)
         for a, e in zip(gradients(actual, tensors), gradients(expected, exact[:3]), strict=True):
             assert (a.cpu().float() - e).norm() <= 2e-2 * e.norm()
+    cross_entropy._checked_kernel.cache_clear()
 
 
 @pytest.mark.gpu

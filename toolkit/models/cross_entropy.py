@@ -123,11 +123,11 @@ def pointwise_cross_entropy(
 def choose_cross_entropy(
     logits: Tensor, bias: Tensor | None, softcap: float | None, dtype: torch.dtype, padding: int = 0
 ) -> CrossEntropy:
-    """Return the compiled kernel if it works on this device, else :func:`cross_entropy_`.
+    """Return the fastest kernel that works on this device, else :func:`cross_entropy_`.
 
-    The compiled kernel reads the logits twice and writes a 16-bit gradient; torch's kernels read and write fp32 six
-    times. Before its first use it is compared with :func:`cross_entropy_` on a few rows, which syncs the device once
-    per process. On a CPU it is slower than :func:`cross_entropy_`.
+    Triton's kernel reads the logits twice and writes a 16-bit gradient, torch.compile's reads them three times, and
+    torch's kernels read and write fp32 six times. Before its first use a kernel is compared with :func:`cross_entropy_`
+    on a few rows, which syncs the device once per process. On a CPU :func:`cross_entropy_` is faster than the others.
     """
     can_run = logits.device.type == "cuda" and dtype.itemsize == 2 and not has_no_data(logits)
     if not can_run or importlib.util.find_spec("triton") is None:
@@ -139,21 +139,35 @@ def choose_cross_entropy(
 def _checked_kernel(
     device: torch.device, vocab_size: int, has_bias: bool, softcap: float | None, dtype: torch.dtype, padding: int
 ) -> CrossEntropy:
-    # for other numbers of rows than in this check, torch compiles once more
-    kernel = torch.compile(pointwise_cross_entropy)
     generator = torch.Generator().manual_seed(0)
     rows = 8
     logits = (4 * torch.randn(rows, vocab_size, generator=generator, dtype=torch.float32)).to(device)
     bias = torch.randn(vocab_size, generator=generator, dtype=torch.float32).to(device) if has_bias else None
     targets = torch.randint(0, vocab_size - padding, (rows,), generator=generator).to(device)
     ignored = torch.arange(rows, device=device) == 1
-    try:
-        losses, grad = kernel(logits, targets, ignored, bias, softcap, dtype, padding)
-        expected_losses, expected = cross_entropy_(logits, targets, ignored, bias, softcap, dtype, padding)
-        torch.testing.assert_close(losses, expected_losses, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(grad.float(), expected.float(), rtol=2e-2, atol=1e-6)  # type: ignore[union-attr]
-    except Exception as error:  # compilation can fail in many ways; fall back to the uncompiled version
-        what = f"the compiled loss kernel fails its check: {first_line(error)[:200]}"
-        warnings.warn(f"{what}; the uncompiled one is used, which is slower", stacklevel=2)
-        return cross_entropy_
-    return kernel
+    logits[:2, 0] = torch.nan  # the loss of an ignored row stays 0, and a NaN is not hidden (N7)
+    arguments = targets, ignored, bias, softcap, dtype, padding
+    expected_losses, expected = cross_entropy_(logits.clone(), *arguments)
+    assert expected is not None
+    for name, load in (("Triton", _triton_kernel), ("compiled", _compiled_kernel)):
+        try:
+            kernel = load()
+            losses, grad = kernel(logits, *arguments)
+            torch.testing.assert_close(losses, expected_losses, rtol=1e-4, atol=1e-4, equal_nan=True)
+            torch.testing.assert_close(grad[1:].float(), expected[1:].float(), rtol=2e-2, atol=1e-6)  # type: ignore[index]
+            return kernel
+        except Exception as error:  # compilation can fail in many ways
+            what = f"the {name} loss kernel fails its check: {first_line(error)[:200]}"
+            warnings.warn(f"{what}; a slower one is used", stacklevel=2)
+    return cross_entropy_
+
+
+def _triton_kernel() -> CrossEntropy:
+    from toolkit.models.cross_entropy_triton import triton_cross_entropy  # needs Triton
+
+    return triton_cross_entropy
+
+
+def _compiled_kernel() -> CrossEntropy:
+    # for other numbers of rows than in its check, torch compiles once more
+    return torch.compile(pointwise_cross_entropy)

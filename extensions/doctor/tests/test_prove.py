@@ -19,7 +19,7 @@ from toolkit.errors import CommandError, UserError
 from toolkit.models.quantize import quantize_linears
 
 NEEDS_CUDA = {row.name for row in KERNELS if row.name.startswith(("flash", "flex"))} | {
-    "loss, compiled", "loss, compiled, odd vocabulary", "CUDA graph"
+    "loss, Triton", "loss, Triton, odd vocabulary", "loss, compiled", "CUDA graph"
 }  # fmt: skip
 
 

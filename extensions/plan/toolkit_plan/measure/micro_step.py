@@ -14,8 +14,8 @@ BANDWIDTH_SHARE = 0.88
 """Fraction of the data sheet's bandwidth: large copies reached 3.0 of 3.35 TB/s on an H100, 4.3 of 4.8 on an H200."""
 EAGER_SHARE = 0.6
 """The same for element-wise operators and reductions that are not compiled: fits an eager step of GPT-2 on an H100."""
-LOSS_READS = 3
-"""Reads of the logits by the compiled loss: maximum, sum and gradient. A row exceeds the registers."""
+LOSS_READS = 2
+"""Reads of the logits by the loss kernel: maximum and sum, then the gradient. A row exceeds the registers."""
 FP32_SHARE = 0.75
 """Fraction of the fp32 peak that matrix products reach."""
 SMALL_HEAD_SHARE = 0.65
