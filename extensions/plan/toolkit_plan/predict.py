@@ -116,7 +116,7 @@ def _predict(plan: RunPlan, gpu: GpuSpec) -> Prediction:
         mfu,
         kernels=trace.total(lambda op: op.kind != "view"),
         bytes=trace.total(lambda op: op.bytes),
-        notes=_notes(plan, inputs),
+        notes=_notes(plan, inputs, host / busy),
     )
 
 
@@ -142,11 +142,13 @@ def _update_seconds(plan: RunPlan, inputs: MemoryInputs, trained: int, gpu: GpuS
     return (passes * weights + 2 * plan.memory.optimizer) / (gpu.bandwidth * BANDWIDTH_SHARE)
 
 
-def _notes(plan: RunPlan, inputs: MemoryInputs) -> tuple[str, ...]:
+def _notes(plan: RunPlan, inputs: MemoryInputs, host_share: float) -> tuple[str, ...]:
     args, name = plan.config.args, inputs.optimizer["name"]
     is_exact = is_fused(inputs) and not inputs.has_masters and "state_dtype" not in inputs.optimizer
     products = ", and its matrix products" if name == Muon.__name__ else ""
     caveats = {
+        f"the host launches for {host_share:.0%} of the GPU's time; with a slower host, steps take longer": host_share
+        > 0.5,
         "each packed row counts as one document; shorter documents need less attention": inputs.packed,
         "each row counts with the maximum length; shorter rows are padded, or take less time": args.is_finetune
         and not inputs.packed,
