@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers import recorded_graph
 from helpers.cases import slow_except
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,19 +18,12 @@ from toolkit.models.kv_cache import KVCache
 PROMPTS = [torch.arange(3, 3 + n) * 7 % 101 for n in (5, 1, 14, 9)]
 
 
-def replay_eagerly(step, undo, expected, notice):
-    """In place of a CUDA graph: the step of fixed shape, after the check that a graph gets."""
-    assert cuda_graph.is_close(step(), expected)
-    undo()
-    return step
-
-
 @pytest.fixture(params=["growing", "fixed"])
 def shapes(request, monkeypatch):
     """The KV caches of a CPU and of a CUDA device."""
     if request.param == "fixed":
         monkeypatch.setattr(decode, "has_fixed_shapes", lambda model, device: True)
-        monkeypatch.setattr(decode, "capture", replay_eagerly)
+        monkeypatch.setattr(decode, "capture", recorded_graph.capture)
         monkeypatch.setattr(decode, "_MIN_REPLAYS", 2)
         monkeypatch.setattr(decode, "tokens_per_read", lambda device: 3)
 
@@ -132,6 +126,31 @@ def test_operators_and_shapes_are_the_same_at_every_token_and_none_waits():
             recorded.append(recorder)
         assert not any(recorder.waits for recorder in recorded), style
         assert all(recorder.operators == recorded[0].operators for recorder in recorded), style
+
+
+@torch.no_grad()
+def test_operators_do_not_depend_on_the_number_of_rows():
+    model, recorded = make_model("llama").eval(), []
+    for n in (2, 256):
+        cache = KVCache(model.config, n, 12)
+        decoder = Decoder(model, cache, [torch.arange(1 + i % 4) for i in range(n)], 8, Sampling(), [0] * n)
+        decoder.prefill(0)
+        cache.position = decoder.position
+        with Recorder() as recorder:
+            decoder.step()
+        recorded.append([operator for operator, *_ in recorder.operators])
+    assert recorded[0] == recorded[1]
+
+
+def test_only_models_that_can_be_captured_get_fixed_shapes():
+    """Experts in fp32 wait for the host; dependent rows have a state."""
+    device = torch.device("cuda")
+    dense, experts = make_model("llama"), make_model("mixtral")
+    assert decode.has_fixed_shapes(dense, device) and not decode.has_fixed_shapes(dense, torch.device("cpu"))
+    assert not decode.has_fixed_shapes(experts, device)
+    assert decode.has_fixed_shapes(experts.to(torch.bfloat16), device)
+    dense.is_row_independent = False
+    assert not decode.has_fixed_shapes(dense, device)
 
 
 @torch.no_grad()

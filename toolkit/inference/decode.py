@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -143,16 +144,34 @@ def tokens_per_read(device: torch.device) -> int:
     return READ_EVERY if device.type == "cuda" else 1
 
 
-def fix_shapes(decoder: Decoder, done: int, notice: Report) -> Callable[[], object]:
-    """Return the step as a CUDA graph with a fixed-shape KV cache, or the uncaptured step if that fails."""
-    expected = decoder.step()
-    decoder.rewind(done)
-    decoder.cache.position = decoder.position
-    replay = capture(decoder.step, partial(decoder.rewind, done), expected, notice)
+def fix_shapes(
+    model: GPT,
+    cache: KVCache,
+    position: Tensor,
+    step: Callable[[], Tensor],
+    undo: Callable[[], None],
+    notice: Report,
+    graphs: list[Any],
+) -> Callable[[], object] | None:
+    """Return the step as a CUDA graph with a fixed-shape KV cache; None if that has failed for this model.
+
+    Args:
+        model: The model.
+        cache: The KV cache that the step appends to.
+        position: The column of the step's tokens, (1,) int64. The step adds 1.
+        step: Computes the logits of one token per row.
+        undo: See :func:`toolkit.inference.cuda_graph.capture`, as ``notice`` and ``graphs``.
+    """
+    if model in _without_graph:
+        return None
+    expected = step()
+    undo()
+    cache.position = position
+    replay = capture(step, undo, expected, notice, graphs)
     if replay is None:
-        _without_graph.add(decoder.model)
-        decoder.cache.position = None
-    return replay or decoder.step
+        _without_graph.add(model)
+        cache.position = None
+    return replay
 
 
 # not inference_mode: cached tensors of the model may later be used in training, which rejects inference tensors
@@ -175,11 +194,11 @@ def decode(decoder: Decoder, notice: Report, cuda_graph: bool) -> Generator[list
                     cache.position, n = None, 1
                     decoder.prefill(done)
                     step, until = decoder.step, min(count - done - 1, decoder.steps_with_fixed_factors(done + 1))
-                    is_worth_it = (
-                        cuda_graph and not decoder.is_together and until >= _MIN_REPLAYS and model not in _without_graph
-                    )
+                    is_worth_it = cuda_graph and not decoder.is_together and until >= _MIN_REPLAYS
                     if is_worth_it and has_fixed_shapes(model, device):
-                        step = fix_shapes(decoder, done + 1, notice)
+                        undo = partial(decoder.rewind, done + 1)
+                        replay = fix_shapes(model, cache, decoder.position, decoder.step, undo, notice, [])
+                        step = replay or step
                 else:
                     n = min(1 if decoder.is_together else tokens_per_read(device), count - done, until)
                     for _ in range(n):

@@ -107,12 +107,13 @@ class KVCache:
         """Keys and values of all layers, (batch, groups, capacity, width)."""
         return [tensor for layer in self.layers for tensor in (layer.keys, layer.values)]
 
-    def view(self, rows: slice, start: int, length: int) -> "KVCache":
-        """Return a cache of these rows with ``length`` cached positions from ``start`` on, in the same memory."""
+    def view(self, rows: slice, columns: slice, length: int) -> "KVCache":
+        """Return a cache of these rows and positions, the first ``length`` of them cached, in the same memory."""
         view = copy(self)
         view.layers = [copy(layer) for layer in self.layers]
         for layer in view.layers:
-            layer.keys, layer.values, layer.length = layer.keys[rows, :, start:], layer.values[rows, :, start:], length
+            layer.keys, layer.values = layer.keys[rows, :, columns], layer.values[rows, :, columns]
+            layer.length = length
         return view
 
     @property
