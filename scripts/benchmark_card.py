@@ -161,6 +161,7 @@ def proof(card: Card) -> Figures:
 
 def all_rows(n_gpus: int) -> list[Row]:
     """Return the rows, the most important ones first."""
+    residual = ("--train.residual_dtype=bf16",)
     micro_64, bf16 = replace(GPT2, micro_batch_size=64), replace(GPT2, precision="bf16-master")
     switched = [
         training(f"gpt2 {title}", 30, replace(GPT2, switch=switch_off(*where))) for title, where in SWITCHES.items()
@@ -174,11 +175,14 @@ def all_rows(n_gpus: int) -> list[Row]:
         training("gpt2", 45, GPT2),
         *(of_two if n_gpus > 1 else []),
         *switched,
+        training("gpt2 residual in bf16", 35, replace(GPT2, options=residual)),
         training("gpt2 micro-batch 64", 35, micro_64),
+        training("gpt2 residual in bf16 at micro-batch 64", 35, replace(micro_64, options=residual)),
         training("gpt2 bf16-master", 35, bf16),
         training("gpt2 bf16-master at micro-batch 64", 35, replace(bf16, micro_batch_size=64)),
         training("gpt2 once more", 30, GPT2),
         script("1.1B generate", 35, "generation"),
+        script("1.1B generate 256 rows", 45, "batch --clients 256"),
         script("1.1B serve 32 clients", 45, "serving --clients 32"),
         training("gpt2 plain loop", 40, GPT2, "plain"),
         training("gpt2 Trainer", 60, GPT2, "transformers"),

@@ -3,6 +3,7 @@
     python scripts/benchmark_gpu.py lora --model Llama-3.1-8B --json lora.json
     python scripts/benchmark_gpu.py packing --model tiny-llama-1.1b
     python scripts/benchmark_gpu.py generation --model tiny-llama-1.1b --new_tokens 512
+    python scripts/benchmark_gpu.py batch --model tiny-llama-1.1b --clients 256
     python scripts/benchmark_gpu.py serving --model tiny-llama-1.1b --clients 32
 
 Each row runs toolkit's commands in separate processes, on a GPU or a CPU. `--matrix` runs all of them, see
@@ -119,6 +120,22 @@ def generation(args: argparse.Namespace, folder: Path) -> dict[str, Callable[[],
     return {"generate": generate}
 
 
+def batch(args: argparse.Namespace, folder: Path) -> dict[str, Callable[[], Figures]]:
+    """`toolkit generate` of four batches of prompts, with the first one's CUDA graph."""
+    prompts = sentences(4 * args.clients, 8)
+    (folder / "prompts.txt").write_text("".join(f"{i} {text}\n" for i, text in enumerate(prompts)), encoding="utf-8")
+
+    def generate() -> Figures:
+        command = [
+            sys.executable, "-m", "toolkit", "generate", "base", f"--accelerator={args.accelerator}",
+            f"--max_new_tokens={args.new_tokens}", "--prompts_path=prompts.txt", f"--batch_size={args.clients}",
+        ]  # fmt: skip
+        done = run_process("toolkit", command, folder, usable_cpus(), {}, max_seconds=args.max_seconds)
+        return {"tokens_per_sec": float(re.findall(r"([\d.]+) tokens/s", done.output)[-1])}
+
+    return {f"generate, batches of {args.clients}": generate}
+
+
 def serving(args: argparse.Namespace, folder: Path) -> dict[str, Callable[[], Figures]]:
     """Generated tokens/s of `toolkit serve`, over all clients, each with one request at a time."""
 
@@ -163,7 +180,7 @@ def describe(title: str, figures: Figures) -> str:
     return f"| {title} | " + " | ".join(cells) + " |"
 
 
-ROWS = {row.__name__: row for row in (lora, packing, generation, serving)}
+ROWS = {row.__name__: row for row in (lora, packing, generation, batch, serving)}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -177,8 +194,8 @@ def main(argv: list[str] | None = None) -> int:
     add("--seq_length", type=int, default=4096, help="of lora and packing (%(default)s)")
     add("--batch_size", type=int, default=2, help="sequences per forward pass; four per step (%(default)s)")
     add("--rows", type=int, default=20_000, help="rows of packing (%(default)s)")
-    add("--new_tokens", type=int, default=256, help="of generation and serving (%(default)s)")
-    add("--clients", type=int, default=32, help="of serving (%(default)s)")
+    add("--new_tokens", type=int, default=256, help="of generation, batch and serving (%(default)s)")
+    add("--clients", type=int, default=32, help="of serving; sequences of a batch (%(default)s)")
     add("--max_seconds", type=float, default=600, help="limit of each process (%(default)s)")
     add("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args(argv)
