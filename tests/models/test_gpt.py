@@ -11,6 +11,7 @@ from toolkit.models.config import ModelConfig
 from toolkit.models.families import get_config
 from toolkit.models.gpt import GPT
 from toolkit.models.kv_cache import KVCache
+from toolkit.models.masks import AttentionMask
 from toolkit.models.rope import RotaryEmbedding, inverse_frequencies
 
 STYLES = {"llama": "pico-llama", "neox": "pythia-14m", "gpt2": "gpt2"}
@@ -263,3 +264,17 @@ def test_no_gradient_is_the_gradient_of_a_slice():
         with _Operators() as operators:
             loss.backward()
         assert "mm.default" in operators.names and "slice_backward.default" not in operators.names
+
+
+def test_queries_keys_and_values_have_one_gradient_that_is_copied_once():
+    """RoPE needs queries and keys as one tensor, whose gradient is another copy; at position 0 it changes no bit."""
+    attn, results = small("gpt2").blocks[0].attn, []
+    x = torch.randn(2, 24, 64, generator=torch.Generator().manual_seed(2), requires_grad=True)
+    rope = RotaryEmbedding(torch.zeros(24, dtype=torch.int64), inverse_frequencies(small("llama").config))
+    for rotation, copies in ((None, 1), (rope, 2)):
+        y = attn(x, AttentionMask(24, is_causal=True), rotation)
+        with _Operators() as operators:
+            gradients = torch.autograd.grad(y.square().sum(), [x, *attn.parameters()])
+        assert operators.names.count("cat.default") == copies
+        results.append((y, *gradients))
+    assert all(map(torch.equal, *results))

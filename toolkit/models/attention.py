@@ -58,12 +58,15 @@ class CausalSelfAttention(nn.Module):
         if self.clip_qkv is not None:
             qkv = qkv.clamp(-self.clip_qkv, self.clip_qkv)
         qkv = qkv.view(B, T, self.n_head + 2 * self.n_groups, self.head_size)
-        qk, v = qkv.split((self.n_head + self.n_groups, self.n_groups), dim=2)
-        qk = qk if rope is None or not self.norm_after_rope else rope.apply(qk)
-        if self.norm_q is not None and self.norm_k is not None:
-            qk = self._apply_qk_norm(qk, (self.norm_q, self.norm_k))
-        qk = qk if rope is None or self.norm_after_rope else rope.apply(qk)
-        q, k = qk.split((self.n_head, self.n_groups), dim=2)
+        if rope is None and self.norm_q is None:  # one split, whose backward pass copies each gradient once
+            q, k, v = qkv.split((self.n_head, self.n_groups, self.n_groups), dim=2)
+        else:
+            qk, v = qkv.split((self.n_head + self.n_groups, self.n_groups), dim=2)
+            qk = qk if rope is None or not self.norm_after_rope else rope.apply(qk)
+            if self.norm_q is not None and self.norm_k is not None:
+                qk = self._apply_qk_norm(qk, (self.norm_q, self.norm_k))
+            qk = qk if rope is None or self.norm_after_rope else rope.apply(qk)
+            q, k = qk.split((self.n_head, self.n_groups), dim=2)
         if rope is not None and rope.query_scale is not None:
             q = q * rope.query_scale.to(q.dtype)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads or groups, T, head_size)
