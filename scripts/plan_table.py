@@ -14,9 +14,10 @@ from pathlib import Path
 README = Path(__file__).resolve().parents[1] / "README.md"
 # Method, command, and what tutorials/performance.md measured with these settings: memory in GB, tokens/s.
 LLAMA = "finetune_lora meta-llama/Llama-3.1"
+GPT2 = "gpt2 --train.global_batch_size 64 --train.micro_batch_size 32"
 TINY = "tiny-llama-1.1b --train.global_batch_size 32 --train.micro_batch_size 8"
 ROWS = [
-    ("pretrain", "pretrain gpt2 --train.global_batch_size 64 --compiler torch --speed H100", (14.3, 463_605)),
+    ("pretrain", f"pretrain {GPT2} --compiler torch --speed H100", (14.3, 463_605)),
     ("pretrain", f"pretrain {TINY} --compiler torch --speed H100", (45.9, 71_869)),
     ("QLoRA", f"{LLAMA}-8B --quantize bnb.nf4 --train.max_seq_length 2048 --speed 4090", None),
     ("LoRA", f"{LLAMA}-8B --train.max_seq_length 4096 --speed H100", None),
