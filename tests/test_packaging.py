@@ -21,10 +21,10 @@ ROOT = Path(__file__).parents[1]
 # Tokens of the core and of each built-in extension. Who raises a line says in the commit why no code could go instead.
 # After a cut, lower it: `python tests/test_packaging.py` prints the table as it is now, rounded up to the next hundred.
 BUDGET = {
-    "toolkit": 296_000,
-    "doctor": 11_300,
+    "toolkit": 295_900,
+    "doctor": 11_400,
     "launch": 3_500,
-    "serve": 7_700,
+    "serve": 9_200,
     "report": 10_300,
     "foreign": 3_800,
     "metric": 12_000,
