@@ -144,6 +144,7 @@ def cuda(args: argparse.Namespace) -> Iterator[Run]:
         ("8B, LoRA, 4,096 tokens, micro-batch 2 x 4", "lora --model Llama-3.1-8B"),
         ("Llama of 1.1B, LoRA on rows of varying length", "packing --batch_size 4 --seq_length 2048"),
         ("Llama of 1.1B, generation", "generation"),
+        *((f"Llama of 1.1B, generation of {n} rows", f"batch --clients {n}") for n in (32, 128, 256)),
         ("Llama of 1.1B, serving", "serving --clients 32"),
     ):
         words = ["benchmark_gpu.py", *options.split()]
