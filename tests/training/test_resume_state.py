@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 from helpers.compare_runs import losses, rows_of
+from helpers.sealing import seal
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision import MixedPrecision
 from torch.amp import GradScaler
@@ -151,3 +152,15 @@ def test_s2_resume_keeps_the_micro_batch_of_its_checkpoint(corpus, tmp_path):
     assert losses(tmp_path / "resumed") == losses(tmp_path / "uninterrupted")
     sizes = {out: read_yaml(tmp_path / out / "final/hyperparameters.yaml")["train"] for out in ("resumed", "auto")}
     assert {out: train["micro_batch_size"] for out, train in sizes.items()} == {"resumed": 2, "auto": 4}
+
+
+def test_resume_on_another_number_of_devices_takes_the_micro_batch_of_auto(corpus, tmp_path):
+    train = {"max_steps": 2, "micro_batch_size": 2, "lr_schedule": "constant"}
+    run_training(arguments(corpus, tmp_path, train=train))
+    meta = tmp_path / "final" / "trainer" / "meta.json"
+    text = meta.read_text()
+    assert '"data_parallel": 1,' in text
+    meta.write_text(text.replace('"data_parallel": 1,', '"data_parallel": 2,'))
+    seal(tmp_path / "final")
+    run_training(arguments(corpus, tmp_path, train=train | {"max_steps": 3, "micro_batch_size": "auto"}, resume="auto"))
+    assert read_yaml(tmp_path / "final/hyperparameters.yaml")["train"]["micro_batch_size"] == 4

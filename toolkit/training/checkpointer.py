@@ -201,6 +201,7 @@ class Checkpointer:
             "document_ends": int(any(getattr(part, "add_bos", None) is not None for part in data_modules(args.data))),
             "schedule": asdict(launch.schedule),
             "identity": asdict(launch.fingerprint),
+            "data_parallel": launch.config.batch.data_parallel,
             "tied": {canonical_name(second): canonical_name(first) for second, first in launch.spec.tied.items()},
         }
         (folder / TRAINER / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")

@@ -114,11 +114,14 @@ def read_progress(folder: Path | None) -> Progress:
 
 
 def keep_micro_batch(config: ResolvedConfig, resume_from: Path | None) -> ResolvedConfig:
-    """Keep the checkpoint's micro-batch if it is smaller than the one that "auto" chose.
+    """Keep the checkpoint's micro-batch if it is smaller than the one that "auto" chose on as many devices.
 
     Losses and gradients are then summed in the same order as before.
     """
     if resume_from is None or MICRO_BATCH_SIZE not in config.reasons:
+        return config
+    devices = config.batch.data_parallel
+    if read_meta(resume_from).get("data_parallel", devices) != devices:
         return config
     size = read_settings(resume_from, HYPERPARAMETERS).get("train", {}).get("micro_batch_size")
     sizes = micro_batch_sizes(config.args, config.devices.world_size)
