@@ -2,12 +2,18 @@
 
 import warnings
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from torch.nn.attention import flex_attention
+from torch.nn.attention import (
+    current_flash_attention_impl,
+    flex_attention,
+    register_flash_attention_impl,
+    restore_flash_attention_impl,
+)
 
-from toolkit.models import attention_dispatch, attention_kernels
+from toolkit.models import attention, attention_dispatch, attention_kernels
 
 
 @contextmanager
@@ -45,6 +51,54 @@ def kernels_on_cpu(backend: str = "aot_eager_decomp_partition", may_fail: bool =
         attention_dispatch._passes.cache_clear()
         stack.callback(attention_dispatch._passes.cache_clear)
         yield calls
+
+
+@contextmanager
+def newer_flash(installed: str, capability: int = 9, faults: dict[str, str] | None = None):
+    """Install stand-ins of FlashAttention 3 and 4; yield the ones that were called, and whether rows were packed.
+
+    A fault is "import", or what is wrong: "all", "packed", "sdpa", or "decoding" of one query per row.
+    """
+    faults = faults or {}
+    called: set[tuple[str | None, bool]] = set()
+    sdpa = attention.fused_attention
+
+    def register(name: str):
+        if faults.get(name) == "import":
+            raise ImportError("undefined symbol")
+        return SimpleNamespace(remove=lambda: None)
+
+    def flash_forward(q, k, v, cu_seqlens, *args, **options):
+        called.add((current_flash_attention_impl(), cu_seqlens is not None))
+        fault = faults.get(current_flash_attention_impl())
+        is_wrong = fault == "all" or (fault == "packed" and cu_seqlens is not None)
+        out, *others = forward(q, k, v, cu_seqlens, *args, **options)
+        return (2 * out if is_wrong else out), *others
+
+    def fused_attention(q, k, v, mask, is_causal, scale):
+        fault, is_reference = faults.get(current_flash_attention_impl()), torch.backends.cuda.math_sdp_enabled()
+        is_wrong = not is_reference and (fault == "sdpa" or (fault == "decoding" and q.size(2) == 1))
+        return (1 + is_wrong) * sdpa(q, k, v, mask, is_causal, scale)
+
+    def discover(name: str) -> list[str]:
+        return [name] if f"FA{name[-1]}" in installed else []
+
+    with kernels_on_cpu(), ExitStack() as stack:
+        for target, name, value in (
+            (attention_kernels, "FLASH_FORWARD", flash_forward),
+            (attention, "fused_attention", fused_attention),
+            (attention_dispatch, "_failed", set()),
+            (attention_dispatch.Distribution, "discover", discover),
+            (torch.cuda, "get_device_capability", lambda device: (capability, 0)),
+        ):
+            stack.enter_context(mock.patch.object(target, name, value))
+        for name in ("FA3", "FA4"):
+            register_flash_attention_impl(name, register_fn=lambda name=name: register(name))
+        try:
+            yield called
+        finally:
+            if current_flash_attention_impl() is not None:
+                restore_flash_attention_impl()
 
 
 def forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout, is_causal, debug, *, scale, **window):

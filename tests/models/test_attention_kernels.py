@@ -1,6 +1,5 @@
 """Attention kernels for CUDA against masks: the same calls on a CPU with flash attention in plain torch."""
 
-import functools
 import itertools
 import warnings
 from dataclasses import replace
@@ -8,23 +7,18 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import flash
 from helpers.cases import check_each, slow_except
-from helpers.flash import kernels_on_cpu
+from helpers.flash import kernels_on_cpu, newer_flash
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.attention import (
-    current_flash_attention_impl,
-    register_flash_attention_impl,
-    restore_flash_attention_impl,
-)
+from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl
 
 from tests.models.test_gpt import small
 from tests.models.test_masks import reference_mask
 from toolkit.data.batch import NO_ROUNDING, collate
-from toolkit.models import attention, attention_dispatch, attention_kernels
+from toolkit.models import attention_dispatch, attention_kernels
 from toolkit.models.activation_checkpointing import checkpoint_blocks
-from toolkit.models.attention import attend, fused_attention
+from toolkit.models.attention import attend
 from toolkit.models.attention_dispatch import KernelCase, check_kernel, choose_kernel, kernel_of
 from toolkit.models.attention_kernels import Documents, document_bounds, make_flash_mask, make_flex_mask
 from toolkit.models.block import Block
@@ -270,69 +264,34 @@ def test_operators_have_the_shapes_of_aten_on_fake_cuda_tensors():
         assert lse.shape == ((4, 2 * T) if is_packed else (2, 4, T))
 
 
-def test_newer_flash_attention_is_used_where_it_is_installed_and_right(monkeypatch, capsys):
-    """In order: packages, capability, faults, rows; what is active then, and the warnings."""
-
+def test_newer_flash_attention_is_used_where_it_is_installed_and_right(capsys):
+    """In order: packages, capability, faults, rows; what is active then, the warnings, and what the user activated."""
     config = small("llama", attention_sinks=True).config
 
-    class Handle:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def remove(self) -> None:
-            pass
-
-    def check(installed: str, capability: int, faults: dict, rows: list[bool], active: str | None, n_warnings: int):
-        def register(name: str) -> Handle:
-            if faults.get(name) == "import":
-                raise ImportError("undefined symbol")
-            return Handle(name)
-
-        def forward(q, k, v, cu_seqlens, *args, **options):
-            checked.add((current_flash_attention_impl(), cu_seqlens is not None))
-            fault = faults.get(current_flash_attention_impl())
-            is_wrong = fault == "all" or (fault == "packed" and cu_seqlens is not None)
-            out, *others = flash.forward(q, k, v, cu_seqlens, *args, **options)
-            return (2 * out if is_wrong else out), *others
-
-        def sdpa(*args):
-            is_reference = torch.backends.cuda.math_sdp_enabled()
-            is_wrong = faults.get(current_flash_attention_impl()) == "sdpa" and not is_reference
-            return (1 + is_wrong) * fused_attention(*args)
-
-        def discover(name: str) -> list[str]:
-            return [name] if f"FA{name[-1]}" in installed else []
-
-        checked: set[tuple[str | None, bool]] = set()
+    def check(installed, capability, faults, rows, active, n_warnings, by_user=None):
         capsys.readouterr()
-        with kernels_on_cpu(), warnings.catch_warnings(record=True) as caught, monkeypatch.context() as patch:
+        with newer_flash(installed, capability, faults) as called, warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            patch.setattr(attention_kernels, "FLASH_FORWARD", forward)
-            patch.setattr(attention, "fused_attention", sdpa)
-            patch.setattr(attention_dispatch, "_failed", set())
-            patch.setattr(attention_dispatch.Distribution, "discover", discover)
-            patch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
-            for name in ("FA3", "FA4"):
-                register_flash_attention_impl(name, register_fn=functools.partial(register, name))
-            try:
-                for has_documents in rows:
-                    assert choose_kernel(config, torch.ones(1, 4, 32), has_documents, has_documents) is not None
-                assert current_flash_attention_impl() == active and {(active, packed) for packed in rows} <= checked
-            finally:
-                if current_flash_attention_impl() is not None:
-                    restore_flash_attention_impl()
+            if by_user is not None:
+                activate_flash_attention_impl(by_user)
+            for has_documents in rows:
+                assert choose_kernel(config, torch.ones(1, 4, 32), has_documents, has_documents) is not None
+            assert current_flash_attention_impl() == active and {(active, packed) for packed in rows} <= called
         texts = [str(w.message) for w in caught]
-        assert sum("torch's own FlashAttention is used instead" in text for text in texts) == n_warnings == len(texts)
+        assert sum(text.endswith("; it is not used") for text in texts) == n_warnings == len(texts)
         lines = capsys.readouterr().err.count("replaces torch's own")
-        assert lines == (active is not None) + (faults.get("FA3") == "packed")
+        assert lines == (active not in (None, by_user)) + (faults.get("FA3") == "packed")
 
     check_each(
         check,
         [
             ("FA3 FA4", 9, {}, [False, True], "FA3", 0),
             ("FA3 FA4", 9, {"FA3": "all"}, [False], "FA4", 1),
+            ("FA3 FA4", 9, {}, [False, True], "FA4", 0, "FA4"),
+            ("FA3 FA4", 9, {"FA4": "all"}, [False, True], "FA3", 1, "FA4"),
             ("FA3", 9, {"FA3": "all"}, [False, True], None, 1),
             ("FA3", 9, {"FA3": "sdpa"}, [False], None, 1),
+            ("FA3", 9, {"FA3": "decoding"}, [False], None, 1),
             ("FA3", 9, {"FA3": "import"}, [False], None, 1),
             ("FA3", 9, {"FA3": "packed"}, [False, True, False], None, 1),
             ("FA3", 8, {}, [False], None, 0),

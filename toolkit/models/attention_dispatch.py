@@ -53,6 +53,7 @@ class KernelCase(NamedTuple):
     has_windows: bool
     has_documents: bool
     has_context: bool = False
+    is_decoding: bool = False  # one query per row, of the last of the keys
 
 
 def kernel_of(config: ModelConfig, has_documents: bool, has_context: bool = False) -> KernelChoice | None:
@@ -127,13 +128,9 @@ def choose_kernel(
 
 @functools.cache
 def _passes(case: KernelCase) -> bool:
-    while case.kernel.name == "flash" and (name := _newer_flash(case.device)) is not None:
-        if (error := _activate(name, case)) is None:
-            return True
-        _failed.add(name)
-        _passes.cache_clear()  # the cases that passed were checked with the implementation that is now replaced
-        what = f"FlashAttention {name[-1]} in {case.dtype} on {case.device}: {error}"
-        warnings.warn(f"{what}; torch's own FlashAttention is used instead", stacklevel=2)
+    if case.kernel.name == "flash":
+        for failure in activate_newer_flash(case):
+            warnings.warn(f"{failure}; it is not used", stacklevel=2)
     error = check_kernel(case)
     if error is not None:
         what = f"{case.kernel.name} attention in {case.dtype} on {case.device}: {error}"
@@ -141,10 +138,21 @@ def _passes(case: KernelCase) -> bool:
     return error is None
 
 
+def activate_newer_flash(case: KernelCase) -> list[str]:
+    """Use FlashAttention 3 or 4 if it is installed and passes the check; return the errors of the ones that fail."""
+    failures = []
+    while (name := _newer_flash(case.device)) is not None and (error := _activate(name, case)) is not None:
+        failures.append(f"FlashAttention {name[-1]} in {case.dtype} on {case.device}: {error}")
+        _failed.add(name)
+        _passes.cache_clear()  # the cases that passed were checked with the implementation that is now replaced
+    return failures
+
+
 def _newer_flash(device: torch.device) -> str | None:
     """Return the implementation of FlashAttention to use; None for torch's own, or another that the user activated."""
-    if current_flash_attention_impl() not in (None, *NEWER_FLASH):
-        return None
+    current = current_flash_attention_impl()
+    if current is not None and current not in _failed:  # the user's choice, or the one of an earlier case
+        return current if current in NEWER_FLASH else None
     for name, (package, capabilities) in NEWER_FLASH.items():
         is_installed = name not in _failed and any(Distribution.discover(name=package))
         if is_installed and torch.cuda.get_device_capability(device)[0] in capabilities:
@@ -160,7 +168,7 @@ def _activate(name: str, case: KernelCase) -> str | None:
     except Exception as raised:  # importing the package may raise anything
         return f"{type(raised).__name__}: {first_line(raised)}"
     plain = case._replace(kernel=KernelChoice("sdpa", False), has_windows=False, has_documents=False, has_context=False)
-    error = check_kernel(case) or check_kernel(plain)
+    error = check_kernel(case) or check_kernel(plain) or check_kernel(plain._replace(is_decoding=True))
     if error is not None:
         restore_flash_attention_impl()
     elif is_new and not case.device.index:
@@ -183,7 +191,7 @@ def largest_error(case: KernelCase) -> float:
     T, (n_head, n_groups, width) = 320, case.heads
     n_head, n_groups = 2 * n_head // n_groups, 2
     generator = torch.Generator().manual_seed(0)  # a separate generator keeps the run's RNG state
-    queries = (2, n_head, T // 2 if case.has_context else T, width)
+    queries = (2, n_head, 1 if case.is_decoding else T // 2 if case.has_context else T, width)
     shapes = [queries, *[(2, n_groups, T, width)] * 2, queries, (n_head,)]
     q, k, v, direction, sinks = (torch.randn(shape, generator=generator, dtype=torch.float32) for shape in shapes)
     scores = (case.softcap or 5.0) / 5  # standard deviation, large enough for the cap to matter
@@ -229,7 +237,7 @@ def _check_masks(case: KernelCase, T: int, kernel: KernelChoice | None) -> MaskB
         documents[0, 280:] = -1
         bounds = document_bounds(documents).to(case.device)
         documents = documents.to(case.device)
-    options = case.device, documents, 0, 2, kernel, bounds
+    options, n_cached = (case.device, documents, 0, 2, kernel, bounds), T - 1 if case.is_decoding else 0
     if case.has_context:
         return ContextMaskBuilder(ContextGroup(rank=0, size=2), T, *options)
-    return AttentionMaskBuilder(0, T, *options)
+    return AttentionMaskBuilder(n_cached, T - n_cached, *options)

@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from helpers.flash import newer_flash
 from toolkit_doctor import prove_kernels, prove_runs
 from toolkit_doctor.prove import ROWS, prove
 from toolkit_doctor.prove_kernels import KERNELS
@@ -94,6 +95,17 @@ def test_wrong_kernels_fail(name, monkeypatch):
     rows = [row for row in KERNELS if row.name in ("attention, grouped", "loss", "experts", "fp32 products")]
     with pytest.raises(CommandError, match="^1 of 4 rows failed"):
         prove(None, rows, "cpu")
+
+
+def test_flash_rows_use_what_a_run_uses(tmp_path, monkeypatch):
+    monkeypatch.setattr(Machine, "require_cuda", lambda self: None)
+    rows = [row for row in KERNELS if row.name in ("flash, windows", "flash, packed rows")]
+    path = tmp_path / "rows.json"
+    with newer_flash("FA3", faults={"FA3": "packed"}) as called, pytest.raises(CommandError, match="^1 of 2 rows"):
+        prove(str(path), rows, "cpu")
+    assert called == {("FA3", False), ("FA3", True)}
+    failed = results_of(path)["flash, packed rows"]
+    assert failed["result"] == "failed" and failed["reason"].startswith("FlashAttention 3 in torch.bfloat16 on cpu: a ")
 
 
 @pytest.mark.slow

@@ -52,7 +52,7 @@ PATHS: dict[str, tuple[str, ...] | str] = {
     "toolkit_metric/answers.py:_has_room": CHOICE,
     "models/aligned.py:needs_alignment": ("loss, Triton, odd vocabulary",),
     "models/attention.py:sdpa_supports_gqa": ("attention, grouped", "attention, masks", "attention, fp32"),
-    "models/attention_dispatch.py:_newer_flash": "only chooses; runs check what it chooses",
+    "models/attention_dispatch.py:_newer_flash": ("flash, windows", "flash, packed rows", "flash, sinks"),
     "models/attention_dispatch.py:choose_kernel": FLASH,
     "models/cross_entropy.py:choose_cross_entropy": ("loss, Triton", "loss, compiled"),
     "models/cross_entropy_triton.py:triton_cross_entropy": ("loss, Triton",),

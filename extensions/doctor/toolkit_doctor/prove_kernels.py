@@ -14,7 +14,7 @@ from toolkit.inference.generate import generate
 from toolkit.inference.sampling import GREEDY
 from toolkit.models.aligned import aligned_size
 from toolkit.models.attention import fused_attention
-from toolkit.models.attention_dispatch import TOLERANCE, KernelCase, largest_error
+from toolkit.models.attention_dispatch import TOLERANCE, KernelCase, activate_newer_flash, largest_error
 from toolkit.models.cross_entropy import CrossEntropy, _compiled_kernel, _triton_kernel, choose_cross_entropy
 from toolkit.models.families import get_config
 from toolkit.models.gpt import GPT
@@ -52,6 +52,8 @@ def _masked(kernel: KernelChoice, softcap: float | None, documents: bool, contex
     machine.require_cuda()
     shape = torch.bfloat16, (8, 2, 128), 128**-0.5
     case = KernelCase(kernel, machine.device, *shape, softcap, not context, documents, context)
+    if kernel.name == "flash" and (failures := activate_newer_flash(case)):
+        raise CommandError("; ".join(failures))
     return Outcome(largest_error(case), TOLERANCE)
 
 
@@ -139,8 +141,18 @@ _FLASH, _CAUSAL, _FLEX = KernelChoice("flash", False), KernelChoice("flash", Tru
 _BY_ITSELF = "no option: runs check it and use"
 _FP64, _FP32 = "result and gradients against fp64", "--precision 32-true"
 KERNELS = [
+    # before the others, which may activate FlashAttention 3 or 4 in scaled_dot_product_attention too
+    Row("attention, cuDNN", _FP64, _FP32, partial(_sdpa, 8, False, True, None)),
+    Row("attention, grouped", _FP64, _FP32, partial(_sdpa, 2, False, False, None)),
+    Row("attention, masks", _FP64, _FP32, partial(_sdpa, 2, True, False, None)),
+    Row("attention, fp32", _FP64, "--accelerator cpu", partial(_sdpa, 2, False, False, torch.float32)),
     *(
-        Row(name, "output and gradients against masks in fp32", f"{_BY_ITSELF} masks", partial(_masked, *case))
+        Row(
+            name,
+            "output and gradients against masks in fp32",
+            f"{_BY_ITSELF} another kernel or masks",
+            partial(_masked, *case),
+        )
         for name, case in {
             "flash, windows": (_FLASH, None, False, False),
             "flash, packed rows": (_FLASH, None, True, False),
@@ -150,10 +162,6 @@ KERNELS = [
             "flex, packed rows": (_FLEX, 50.0, True, False),
         }.items()
     ),
-    Row("attention, cuDNN", _FP64, _FP32, partial(_sdpa, 8, False, True, None)),
-    Row("attention, grouped", _FP64, _FP32, partial(_sdpa, 2, False, False, None)),
-    Row("attention, masks", _FP64, _FP32, partial(_sdpa, 2, True, False, None)),
-    Row("attention, fp32", _FP64, "--accelerator cpu", partial(_sdpa, 2, False, False, torch.float32)),
     Row("loss", _FP64, _FP32, partial(_head_loss, None, 512)),
     *(
         Row(name, _FP64, f"{_BY_ITSELF} a slower loss", partial(_head_loss, *case))
