@@ -3,13 +3,15 @@
     python scripts/benchmark.py --card
     python scripts/benchmark.py --card --rows 1.1B,8B --litgpt_python PATH
 
-Each row runs in a separate process. A row starts only if its usual time is left; the last line has the command for the
-others. With two GPUs, the rows that use both come first. The results, the machine and the versions are in --json.
+Each row runs in a separate process. A row starts only if its estimated time is left; the last line has the command for
+the others. With two GPUs, the rows that use both come first. The results, the machine and the versions are in --json;
+rows of an existing file of the same machine, versions and source are kept.
 """
 
 import argparse
 import json
 import math
+import shlex
 import shutil
 import sys
 import tempfile
@@ -27,6 +29,7 @@ from benchmark_products import PRODUCTS, Work, read_csv
 from benchmark_report import describe, machine, report, usable_cpus, versions
 
 from toolkit.errors import UserError
+from toolkit.extension import BUILT_IN
 from toolkit.models.config import ModelOverrides
 from toolkit.models.families import get_config
 from toolkit.source_hash import hash_sources
@@ -51,12 +54,14 @@ class Card:
         folder: Working folder of the processes.
         deadline: ``time.monotonic()`` at which the last row ends.
         prepared: Folder of the random tokens, and the MFU of one token per second, by workload.
+        saved: Rows of earlier calls.
     """
 
     args: argparse.Namespace
     folder: Path
     deadline: float
     prepared: dict[Any, tuple[Path, float | None]] = field(default_factory=dict)
+    saved: dict[str, Figures] = field(default_factory=dict)
 
     @property
     def seconds_left(self) -> float:
@@ -65,11 +70,11 @@ class Card:
 
 @dataclass(frozen=True)
 class Row:
-    """A row.
+    """A measurement with a title.
 
     Args:
         title: Its first word is the row that it is compared with. Without commas, which separate titles.
-        seconds: Usual time on an H100, with compilation.
+        seconds: Estimated time on an H100, with compilation.
         run: Returns the figures.
     """
 
@@ -184,6 +189,7 @@ def all_rows(n_gpus: int) -> list[Row]:
         script("1.1B generate", 35, "generation"),
         script("1.1B generate 256 rows", 45, "batch --clients 256"),
         script("1.1B serve 32 clients", 45, "serving --clients 32"),
+        script("1.1B LoRA packed", 100, "packing --batch_size 4 --seq_length 2048 --rows 4000"),
         training("gpt2 plain loop", 40, GPT2, "plain"),
         training("gpt2 Trainer", 60, GPT2, "transformers"),
         training("1.1B", 70, LLAMA),
@@ -220,10 +226,55 @@ def describe_row(row: Row, figures: Figures, base: Figures) -> str:
 
 
 def choose_rows(rows: list[Row], texts: str) -> list[Row]:
-    """Return the rows that have one of these titles, or one of the other texts in their title."""
-    titles = {row.title for row in rows}
-    wanted = texts.split(",")
-    return [row for row in rows if any(row.title == t or (t not in titles and t in row.title) for t in wanted)]
+    """Return the rows that have one of these titles, or one of the other texts in their title; all without a text.
+
+    Raises:
+        UserError: A text is in no title.
+    """
+    titles, chosen = {row.title for row in rows}, set[str]()
+    for text in filter(None, map(str.strip, texts.split(","))):
+        if not (matches := {text} & titles or {title for title in titles if text in title}):
+            raise UserError(f"--rows {text}: in no title of {', '.join(row.title for row in rows)}")
+        chosen |= matches
+    return [row for row in rows if not chosen or row.title in chosen]
+
+
+def read_saved(path: Path, host: dict[str, Any], packages: dict[str, str]) -> dict[str, Figures]:
+    """Return the rows of an existing file.
+
+    Raises:
+        UserError: The file cannot be written, or its rows are not of this machine, these versions and this source.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a+", encoding="utf-8") as file:
+            file.seek(0)
+            text = file.read()
+        values = json.loads(text) if text else {"machine": host, "versions": packages, "rows": {}}
+        same = [{k: v for k, v in one.items() if k not in ("load", "commit")} for one in (host, values["machine"])]
+        if same[0] == same[1] and values["versions"] == packages:
+            rows: dict[str, Figures] = values["rows"]
+            return rows
+    except OSError as error:
+        raise UserError(f"--json {path}: {error.strerror}; specify another file") from error
+    except (ValueError, TypeError, KeyError, AttributeError):
+        pass  # another file
+    raise UserError(f"--json {path}: not of this machine, these versions and this source; specify another file")
+
+
+def merge(saved: dict[str, Figures], results: dict[str, Figures]) -> dict[str, Figures]:
+    """Return the rows of both, of a row that both have the newer one, unless only the older one ran."""
+    ran = {title: row for title, row in saved.items() if "not_run" not in row and "not_run" in results.get(title, {})}
+    return saved | results | ran
+
+
+def follow_up(args: argparse.Namespace, titles: list[str]) -> str:
+    """Return the command that runs these rows with the user's other options."""
+    words = ["python", "scripts/benchmark.py", "--card", "--rows", ",".join(titles)]
+    for name in ("max_seconds", "litgpt_python", "transformers_python", "json"):
+        if (value := getattr(args, name)) != getattr(parse([]), name):
+            words += [f"--{name}", str(value)]
+    return shlex.join(words)
 
 
 def run_rows(card: Card, rows: list[Row], save: Callable[[dict[str, Figures]], None]) -> dict[str, Figures]:
@@ -236,10 +287,10 @@ def run_rows(card: Card, rows: list[Row], save: Callable[[dict[str, Figures]], N
     began = time.monotonic()
     for row in rows:
         started = time.monotonic()
-        base = results.get(row.base, {}) if row.base != row.title else {}
+        base = merge(card.saved, results).get(row.base, {}) if row.base != row.title else {}
         try:
             if card.seconds_left < row.seconds:
-                figures = {"not_run": f"takes about {row.seconds:.0f} s, and {card.seconds_left:.0f} s are left"}
+                figures = {"not_run": f"takes an estimated {row.seconds:.0f} s, and {card.seconds_left:.0f} s are left"}
             else:
                 figures = row.run(card)
                 size, other = figures.get("parameters"), base.get("parameters")
@@ -250,7 +301,7 @@ def run_rows(card: Card, rows: list[Row], save: Callable[[dict[str, Figures]], N
             figures = {"not_run": " ".join(dict.fromkeys([lines[0], lines[-1]])), "is_failed": True}
         results[row.title] = figures | {"took_s": time.monotonic() - started}
         report(f"[{time.monotonic() - began:4.0f} s] {describe_row(row, figures, base)}")
-        save(results)
+        save(merge(card.saved, results))
     return results
 
 
@@ -281,26 +332,27 @@ def main(argv: list[str] | None = None) -> int:
     if n_gpus == 0:
         report("benchmark: --card: no CUDA device is here; run it on a machine with a GPU")
         return 2
-    rows = choose_rows(all_rows(n_gpus), args.rows)
-    if not rows:
-        report(f"benchmark: --rows {args.rows}: in no title of {', '.join(row.title for row in all_rows(n_gpus))}")
-        return 2
     host, packages = machine(), versions(sys.executable, *PACKAGES)
-    host |= {"gpus": n_gpus, "source": hash_sources(["toolkit"])}
+    host |= {"gpus": n_gpus, "source": hash_sources(["toolkit", *BUILT_IN])}
+    try:
+        rows = choose_rows(all_rows(n_gpus), args.rows)
+        saved = read_saved(args.json, host, packages)
+    except UserError as error:
+        report(f"benchmark: {error}")
+        return 2
     report(describe(host, packages))
-    args.json = args.json.absolute()
-    args.json.parent.mkdir(parents=True, exist_ok=True)
 
     def save(results: dict[str, Figures]) -> None:
         values = {"machine": host, "versions": packages, "max_seconds": args.max_seconds, "rows": results}
         args.json.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
     with tempfile.TemporaryDirectory(prefix="card-") as name:
-        results = run_rows(Card(args, Path(name), deadline + args.max_seconds), rows, save)
+        results = run_rows(Card(args, Path(name), deadline + args.max_seconds, saved=saved), rows, save)
     report(f"wrote {args.json}")
-    late = [title for title, figures in results.items() if "not_run" in figures and "is_failed" not in figures]
+    rows_of_all = merge(saved, results)
+    late = [title for title in results if "not_run" in rows_of_all[title] and "is_failed" not in rows_of_all[title]]
     if late:
-        report(f"the others: python scripts/benchmark.py --card --rows {','.join(late)!r}")
+        report(f"the others: {follow_up(args, late)}")
     return int(any("is_failed" in figures for figures in results.values()))
 
 

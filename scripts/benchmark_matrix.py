@@ -323,7 +323,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     for part in args.only:
         if part not in PARTS:
             raise UserError(f"--only {part}: must be one of {', '.join(PARTS)}{did_you_mean(part, PARTS)}")
-    args.rows = args.rows.split(",")
+    args.rows = list(filter(None, map(str.strip, args.rows.split(",")))) or [""]
     args.rounds = args.rounds or (1 if args.quick else 3)
     return args
 
