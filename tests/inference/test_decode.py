@@ -222,7 +222,7 @@ def test_a_cuda_graph_gives_the_text_of_the_growing_cache(style, monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_failed_capture_leaves_the_stream_as_it_was():
     x, stream, notes = torch.ones(1, device="cuda"), torch.cuda.current_stream(), []
-    assert cuda_graph.capture(lambda: x * x.item(), lambda: None, x, notes.append) is None
+    assert cuda_graph.capture(lambda: x * x.item(), lambda: None, x, notes.append, []) is None
     assert len(notes) == 1 and torch.cuda.current_stream() == stream and float(x + 1) == 2
 
 
@@ -232,7 +232,7 @@ def test_without_cuda_a_graph_is_refused_in_one_line(monkeypatch):
     expected = list(generate(model, PROMPTS[0], max_new_tokens=30, sampling=GREEDY))
     monkeypatch.setattr(decode, "has_fixed_shapes", lambda model, device: True)
 
-    def fail():
+    def fail(*args):
         raise RuntimeError("no graph\nmore")
 
     monkeypatch.setattr(torch.cuda, "Stream", fail)

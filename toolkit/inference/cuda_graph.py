@@ -1,5 +1,6 @@
 """Launch a step of many small kernels as one CUDA graph."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,7 @@ def capture(
         graphs: Graphs that share one memory pool; the new one is added. No output may be read after another's replay.
     """
     try:
-        warm_up, stream = torch.cuda.Stream(), torch.cuda.current_stream()
+        warm_up, stream = _warm_up_stream(expected.device), torch.cuda.current_stream()
         warm_up.wait_stream(stream)
         with torch.cuda.stream(warm_up):  # libraries allocate their workspaces in their first call
             step()
@@ -43,6 +44,12 @@ def capture(
         return graph.replay
     notice(f"generating without a CUDA graph, which is slower: {reason}")
     return None
+
+
+@functools.cache
+def _warm_up_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return one stream per device: cuBLAS keeps a workspace for each stream that it has seen."""
+    return torch.cuda.Stream(device)
 
 
 def is_close(actual: Tensor, expected: Tensor) -> bool:

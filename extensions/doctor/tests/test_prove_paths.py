@@ -46,6 +46,7 @@ PATHS: dict[str, tuple[str, ...] | str] = {
     "distributed/world.py:_check_available": CHOICE,
     "distributed/world.py:count_processes": CHOICE,
     "inference/cuda_graph.py:capture": ("CUDA graph",),
+    "inference/cuda_graph.py:_warm_up_stream": ("CUDA graph",),
     "inference/decode.py:has_fixed_shapes": ("CUDA graph",),
     "inference/decode.py:tokens_per_read": ("CUDA graph",),
     "inference/load.py:load_checkpoint": "only chooses the dtype",

@@ -133,7 +133,7 @@ class Batcher(threading.Thread):
                 self._remove_done()
                 if not self.running:
                     self._send()
-                if not (self.running and self._is_fixed):
+                if not (self._is_stopping or (self.running and self._is_fixed)):
                     self._admit()
                 if self._is_stopping:
                     return self._send()
@@ -157,13 +157,13 @@ class Batcher(threading.Thread):
             if (request := self.waiting.get()) is None:
                 self._is_stopping = True
                 break
-            if not request.is_done:
-                requests.append(request)
-        if requests:
-            self._join(requests)
+            requests.append(request)
+        self._join(requests)
 
     def _join(self, requests: list[Request]) -> None:
         """Prefill requests, with the tokens that they have, and sample their next tokens."""
+        if not (requests := [request for request in requests if not request.is_done]):
+            return
         longest = max(request.length for request in requests)
         if len(requests) > 1 and (not self._is_fixed or len(requests) * longest > _JOINT_PREFILL):
             return self._join_halves(requests)
@@ -245,18 +245,23 @@ class Batcher(threading.Thread):
         self._set_inputs()
         if self._is_fixed:
             shape = min(1 << (n - 1).bit_length(), self.n_rows), self._n_columns(self._end + count)
+            if shape not in self._shapes:
+                self._send()  # a capture takes longer than a token
             if (step := self._shapes.get(shape) or self._fix_shapes(*shape)) is not None:
                 self._shapes[shape] = step
                 return step, min(count, shape[1] - self._end)
             self._is_fixed = False
+            self._shapes.clear()
+            self._graphs.clear()
         cache = self._cache.view(slice(n), slice(first, None), self._end - first)
         if any(start > first for start in self._starts):
             cache.starts = self._first[:n] - first
         return partial(self._forward, cache, n), 1
 
     def _n_columns(self, end: int) -> int:
-        """Return the columns of the fixed shape that has ``end`` or more."""
-        return min(max(1 << (end - 1).bit_length(), _MIN_COLUMNS), self._cache.capacity)
+        """Return the columns of the fixed shape that has ``end`` or more: a power of two, or the whole cache."""
+        n = max(1 << (end - 1).bit_length(), _MIN_COLUMNS)
+        return n if 2 * n <= self._cache.capacity else self._cache.capacity
 
     def _fix_shapes(self, n_rows: int, n_columns: int) -> Callable[[], Tensor] | None:
         """Return the forward pass with a fixed shape, captured; None if that fails."""
@@ -332,9 +337,9 @@ class Batcher(threading.Thread):
             self._send()
 
     def _send(self) -> None:
-        for request, item in self._unsent:
+        unsent, self._unsent = self._unsent, []
+        for request, item in unsent:
             request.send(item)
-        self._unsent.clear()
 
     def _fail(self, requests: Sequence[Request], error: Exception) -> None:
         """End the requests with an error."""
