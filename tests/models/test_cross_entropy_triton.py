@@ -24,7 +24,7 @@ torch.save([triton_cross_entropy(*case) for case in torch.load(sys.argv[1])], sy
 CHECK = """
 import torch
 from toolkit.models import cross_entropy
-for options in ((True, 0.7, torch.bfloat16, 3), (False, None, torch.float16, 0)):
+for options in ((torch.bfloat16, 0.7, torch.bfloat16, 3), (None, None, torch.float16, 0)):
     print(cross_entropy._checked_kernel(torch.device("cpu"), 160, *options).__name__)
 """
 COMPILE = """
@@ -58,7 +58,8 @@ def interpreted(cases, folder):
     return torch.load(folder / "results.pt")
 
 
-def arguments(size, padding=0, softcap=None, bias=None, masked="none", dtype=torch.bfloat16, stride=None):
+def arguments(size, padding=0, softcap=None, bias=None, masked="none", dtype=torch.bfloat16, stride=None, vectors=1):
+    """Return inputs of a kernel. ``stride`` is that of the rows of logits, ``vectors`` that of all vectors."""
     g = torch.Generator().manual_seed(size)
     logits = (4 * torch.randn(ROWS, stride or size, generator=g))[:, :size]
     bias = None if bias is None else torch.randn(size, generator=g).to(bias)
@@ -67,7 +68,10 @@ def arguments(size, padding=0, softcap=None, bias=None, masked="none", dtype=tor
     if ignored is not None:
         targets[ignored] = -100
         logits[ignored, 0] = torch.nan
-    return logits, targets, ignored, bias, softcap, dtype, padding
+    views = (
+        None if t is None else torch.stack([t, *[t.flip(0)] * (vectors - 1)], 1)[:, 0] for t in (targets, ignored, bias)
+    )
+    return logits, *views, softcap, dtype, padding
 
 
 def test_all_options_give_the_losses_and_gradients_of_cross_entropy(tmp_path):
@@ -83,6 +87,7 @@ def test_all_options_give_the_losses_and_gradients_of_cross_entropy(tmp_path):
     sizes = itertools.product((8, 4096, 4100, 8193), (0, 7), (None, 0.7))  # blocks of 4,096 columns
     table += [{"size": n, "padding": padding, "softcap": cap, "masked": "some"} for n, padding, cap in sizes]
     table += [{"size": 1}, {"size": 160, "stride": 200}]
+    table += [{"size": 160, "vectors": 2, "bias": torch.float32, "masked": "some"}]
     results = interpreted([arguments(**case) for case in table], tmp_path)
 
     def check(number, case):

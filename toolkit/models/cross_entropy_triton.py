@@ -85,15 +85,17 @@ def triton_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Variant of :func:`toolkit.models.cross_entropy.cross_entropy_` that does not overwrite the logits.
 
-    The columns of ``logits`` must be contiguous; rows may have a stride. ``targets``, ``ignored`` and ``bias`` must be
-    contiguous. The loss of a target outside the vocabulary is NaN.
+    The columns of ``logits`` must be contiguous; rows may have a stride. The loss of a target outside the vocabulary is
+    NaN.
     """
     rows, size = logits.shape
     losses, grad = logits.new_empty(rows), torch.empty(rows, size, dtype=dtype, device=logits.device)
+    # the kernel takes no strides of vectors, and labels[:, -1:].reshape(-1) is a strided view
+    vectors = (None if t is None else t.contiguous() for t in (targets, ignored, bias))
     sizes = logits.stride(0), size, size - padding
     with torch.cuda.device_of(logits):  # Triton launches on the current device
         _kernel[(rows,)](
-            logits, targets, ignored, bias, losses, grad, *sizes, softcap,
+            logits, *vectors, losses, grad, *sizes, softcap,
             block=min(COLUMNS, triton.next_power_of_2(size)), num_warps=WARPS,
         )  # fmt: skip
     return losses, grad
