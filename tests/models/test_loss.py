@@ -308,7 +308,10 @@ def test_compiled_kernel():
 
 
 def test_a_kernel_that_fails_or_differs_is_not_used(monkeypatch):
-    """Triton's is tried first, then torch.compile's. A kernel that hides a NaN differs (N7)."""
+    """Triton's is tried first, then torch.compile's. A kernel that hides a NaN differs (N7).
+
+    The bias of the check has the dtype of the run's.
+    """
 
     def fails(*_):
         raise RuntimeError("no compiler\nand a long story")
@@ -320,15 +323,20 @@ def test_a_kernel_that_fails_or_differs_is_not_used(monkeypatch):
     def hides_nan(logits, *arguments):
         return [part.nan_to_num(0.0) for part in cross_entropy_(logits.clone(), *arguments)]
 
+    def needs_fp32_bias(logits, targets, ignored, bias, *rest):
+        assert bias.dtype == torch.float32
+        return cross_entropy_(logits.clone(), targets, ignored, bias, *rest)
+
     good = cross_entropy.pointwise_cross_entropy
     cases = {(good, fails): [], (fails, good): ["Triton"], (hides_nan, good): ["Triton"]}
+    cases[needs_fp32_bias, good] = ["Triton"]
     for kernels, failing in (cases | {(differs, fails): ["Triton", "compiled"]}).items():
         cross_entropy._checked_kernel.cache_clear()
         for name, kernel in zip(("_triton_kernel", "_compiled_kernel"), kernels, strict=True):
             monkeypatch.setattr(cross_entropy, name, lambda kernel=kernel: kernel)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            chosen = cross_entropy._checked_kernel(torch.device("cpu"), VOCAB, True, 0.7, torch.bfloat16, 3)
+            chosen = cross_entropy._checked_kernel(torch.device("cpu"), VOCAB, torch.bfloat16, 0.7, torch.bfloat16, 3)
         assert chosen is (good if good in kernels else cross_entropy_)
         texts = [str(warning.message) for warning in caught]
         assert [text.partition(" loss kernel fails its check: ")[0] for text in texts] == [f"the {n}" for n in failing]

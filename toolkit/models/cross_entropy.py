@@ -127,22 +127,31 @@ def choose_cross_entropy(
 
     Triton's kernel reads the logits twice and writes a 16-bit gradient, torch.compile's reads them three times, and
     torch's kernels read and write fp32 six times. Before its first use a kernel is compared with :func:`cross_entropy_`
-    on a few rows, which syncs the device once per process. On a CPU :func:`cross_entropy_` is faster than the others.
+    on a few rows, which syncs the device once per vocabulary size, dtypes, soft cap and padding. On a CPU
+    :func:`cross_entropy_` is faster than the others.
     """
     can_run = logits.device.type == "cuda" and dtype.itemsize == 2 and not has_no_data(logits)
     if not can_run or importlib.util.find_spec("triton") is None:
         return cross_entropy_
-    return _checked_kernel(logits.device, logits.size(1), bias is not None, softcap, dtype, padding)
+    bias_dtype = None if bias is None else bias.dtype
+    return _checked_kernel(logits.device, logits.size(1), bias_dtype, softcap, dtype, padding)
 
 
 @functools.cache
 def _checked_kernel(
-    device: torch.device, vocab_size: int, has_bias: bool, softcap: float | None, dtype: torch.dtype, padding: int
+    device: torch.device,
+    vocab_size: int,
+    bias_dtype: torch.dtype | None,
+    softcap: float | None,
+    dtype: torch.dtype,
+    padding: int,
 ) -> CrossEntropy:
     generator = torch.Generator().manual_seed(0)
     rows = 8
     logits = (4 * torch.randn(rows, vocab_size, generator=generator, dtype=torch.float32)).to(device)
-    bias = torch.randn(vocab_size, generator=generator, dtype=torch.float32).to(device) if has_bias else None
+    bias = None
+    if bias_dtype is not None:
+        bias = torch.randn(vocab_size, generator=generator, dtype=torch.float32).to(device, bias_dtype)
     targets = torch.randint(0, vocab_size - padding, (rows,), generator=generator).to(device)
     ignored = torch.arange(rows, device=device) == 1
     logits[:2, 0] = torch.nan  # the loss of an ignored row stays 0, and a NaN is not hidden (N7)
