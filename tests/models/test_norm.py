@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from toolkit.models.families import get_config
-from toolkit.models.norm import LayerNormPerHead, make_norm
+from toolkit.models.norm import LayerNormPerHead, OffsetRMSNorm, make_norm
 
 SIZE = 64
 
@@ -31,7 +31,7 @@ def exact(norm: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
         groups = groups - groups.mean(-1, keepdim=True)
     y = (groups / (groups.square().mean(-1, keepdim=True) + norm.eps).sqrt()).flatten(-2)
     bias = getattr(norm, "bias", None)
-    return y * (weight + getattr(norm, "offset", 0)) + (0 if bias is None else bias.double())
+    return y * (weight + isinstance(norm, OffsetRMSNorm)) + (0 if bias is None else bias.double())
 
 
 @pytest.fixture
@@ -52,11 +52,23 @@ def test_norms_of_16_bits_are_fused_and_rounded_once(name, every_warning):
         make_norms()[name],
         torch.randn(256, SIZE, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(0)),
     )
-    if name == "OffsetRMSNorm":
-        norm.offset = 1
     for has_autocast in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=has_autocast):
             y = norm(x)
         expected = exact(norm, x)
         assert y.dtype == torch.bfloat16
         assert ((y - expected).abs() <= 2**-8 * 1.001 * expected.abs() + 1e-6).all()  # half a unit in the last place
+
+
+def test_norms_of_a_bf16_residual_stream_round_weight_and_bias_too():
+    x = torch.randn(256, SIZE, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(0))
+    for name in ("RMSNorm", "OffsetRMSNorm", "LayerNorm"):
+        norm = make_norms()[name]
+        norm.is_residual_norm = True
+        with torch.autocast("cpu", torch.bfloat16):
+            y = norm(x)
+        expected, bias = exact(norm, x), getattr(norm, "bias", None)
+        bias = torch.zeros(SIZE) if bias is None else bias
+        rounded = expected.abs() + bias.abs() + (expected - bias).abs()
+        assert y.dtype == torch.bfloat16, name
+        assert ((y - expected).abs() <= 2**-8 * 1.01 * rounded + 1e-6).all(), name

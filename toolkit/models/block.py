@@ -23,13 +23,13 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
 
-        def norm(is_used: bool, is_of_residual: bool = False) -> nn.Module:
-            return make_norm(config, is_of_residual=is_of_residual) if is_used else nn.Identity()
+        def norm(is_used: bool, is_residual_norm: bool = False) -> nn.Module:
+            return make_norm(config, is_residual_norm=is_residual_norm) if is_used else nn.Identity()
 
-        self.norm_1 = norm(config.norm_1, is_of_residual=True)
+        self.norm_1 = norm(config.norm_1, is_residual_norm=True)
         self.attn = make_attention(config)
         self.post_attention_norm = norm(config.post_attention_norm)
-        self.norm_2 = None if config.shared_attention_norm else norm(config.norm_2, is_of_residual=True)
+        self.norm_2 = None if config.shared_attention_norm else norm(config.norm_2, is_residual_norm=True)
         self.mlp = make_experts(config) if config.has_experts(layer) else make_mlp(config)
         self.post_mlp_norm = norm(config.post_mlp_norm)
         self.parallel_residual, self.residual_multiplier = config.parallel_residual, config.residual_multiplier

@@ -96,7 +96,7 @@ class GPT(nn.Module, metaclass=InitializedModel):
         if config.position_embedding == "learned":
             parts["wpe"] = nn.Embedding(config.block_size, config.n_embd)
         parts["h"] = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
-        parts["ln_f"] = make_norm(config, is_of_residual=True)
+        parts["ln_f"] = make_norm(config, is_residual_norm=True)
         self.transformer = Transformer(parts)
         self._frequencies: dict[tuple, Tensor] = {}  # not buffers: see rope.py
         self.tie_weights()

@@ -5,38 +5,38 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from toolkit.models.config import ModelConfig
+from toolkit.models.mixed_mm import matmul_dtype
 
 Norm = nn.RMSNorm | nn.LayerNorm
 
 
 class LayerNorm(nn.LayerNorm):
-    """LayerNorm, computed in fp32. For ``is_of_residual`` see :func:`make_norm`."""
+    """LayerNorm, computed in fp32. For ``is_residual_norm`` see :func:`make_norm`."""
 
-    is_of_residual = False
+    is_residual_norm = False
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.is_of_residual or self.weight is None or self.weight.dtype == x.dtype:
+        if not _is_bf16_stream(self, x):
             return super().forward(x)
-        bias = None if self.bias is None else self.bias.to(x.dtype)
+        weight, bias = (None if p is None else p.to(x.dtype) for p in (self.weight, self.bias))
         with torch.autocast(x.device.type, enabled=False):
-            return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), bias, self.eps)
+            return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
 class RMSNorm(nn.RMSNorm):
-    """RMSNorm, computed in fp32 and rounded once at the end. For ``is_of_residual`` see :func:`make_norm`.
+    """RMSNorm, computed in fp32 and rounded once at the end. For ``is_residual_norm`` see :func:`make_norm`.
 
     On CUDA torch has a fused kernel for inputs and weights of one dtype. Under autocast the queries and keys are in 16
     bits and their norm's weight is in fp32: without the casts, torch would run an operator for each step.
     """
 
-    is_of_residual = False
+    is_residual_norm = False
 
     def forward(self, x: Tensor) -> Tensor:
+        if _is_bf16_stream(self, x):
+            return _bf16_rms_norm(self, x, self.weight)
         if self.weight is None or self.weight.dtype == x.dtype:
             return super().forward(x)
-        if self.is_of_residual:
-            with torch.autocast(x.device.type, enabled=False):
-                return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
         return F.rms_norm(x.float(), self.normalized_shape, self.weight.float(), self.eps).type_as(x)
 
 
@@ -44,7 +44,20 @@ class OffsetRMSNorm(RMSNorm):
     """RMSNorm that multiplies by 1 + weight (Gemma). Computed in fp32, rounded once at the end."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.normalized_shape, 1.0 + self.weight.float(), self.eps).type_as(x)
+        weight = 1.0 + self.weight.float()
+        if _is_bf16_stream(self, x):
+            return _bf16_rms_norm(self, x, weight)
+        return F.rms_norm(x.float(), self.normalized_shape, weight, self.eps).type_as(x)
+
+
+def _is_bf16_stream(norm: LayerNorm | RMSNorm, x: Tensor) -> bool:
+    """Whether x is a bf16 residual stream under autocast, which would compute its norm in fp32 on CUDA."""
+    return norm.is_residual_norm and x.dtype == torch.bfloat16 == matmul_dtype(x, torch.float32)
+
+
+def _bf16_rms_norm(norm: RMSNorm, x: Tensor, weight: Tensor | None) -> Tensor:
+    with torch.autocast(x.device.type, enabled=False):
+        return F.rms_norm(x, norm.normalized_shape, None if weight is None else weight.to(x.dtype), norm.eps)
 
 
 class LayerNormPerHead(nn.LayerNorm):
@@ -61,11 +74,12 @@ class LayerNormPerHead(nn.LayerNorm):
         return y.flatten(-2).type_as(x)
 
 
-def make_norm(config: ModelConfig, size: int | None = None, is_of_residual: bool = False) -> Norm:
+def make_norm(config: ModelConfig, size: int | None = None, is_residual_norm: bool = False) -> Norm:
     """Return a norm over a last axis of ``size`` (default n_embd).
 
-    All norms are computed in fp32 for any input dtype and rounded once at the end. If the residual stream is in bf16,
-    its norms round their fp32 weights to bf16, as autocast does for matmuls, so that kernels read and save only bf16.
+    All norms are computed in fp32 for any input dtype and rounded once at the end. If autocast computes in bf16 and the
+    residual stream is in bf16, ``is_residual_norm`` rounds the norm's factor (weight, or 1 + weight) to bf16, as
+    autocast does for matmuls, so that kernels read and save only bf16.
     """
     size = size or config.n_embd
     norm: LayerNorm | RMSNorm
@@ -74,7 +88,7 @@ def make_norm(config: ModelConfig, size: int | None = None, is_of_residual: bool
     else:
         kind = OffsetRMSNorm if config.norm_offset else RMSNorm
         norm = kind(size, eps=config.norm_eps, elementwise_affine=config.norm_affine)
-    norm.is_of_residual = is_of_residual
+    norm.is_residual_norm = is_residual_norm
     return norm
 
 

@@ -101,15 +101,19 @@ def test_weights_are_cast_in_mixed_precision_and_gradients_added():
     assert not [op for op in in_16_bits.ops if op.name == "_to_copy" and op.bytes in weights]
 
 
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("pico-llama", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["gpt2", "OLMo-1B-hf", "gemma-2b", pytest.param("pico-llama", marks=pytest.mark.slow)])
 def test_a_bf16_residual_stream_is_read_and_written_in_bf16(name):
-    """On CUDA, too, where autocast runs norms in fp32: what is predicted has no fp32 tensor of the stream's size."""
+    """On CUDA, too, where autocast runs norms in fp32: what is predicted has no fp32 tensor of the stream's size.
+
+    Norms with a weight, without one and with 1 + weight. No post-norms: they read a layer's output.
+    """
     wide = {}
     for kind in ("auto", "bf16"):
-        trace = trace_micro_step(setup_of(name, residual_dtype=kind), has_gradients=False)
-        size = 4 * B * T * get_config(name).n_embd
-        # bf16 queries and keys have as many bytes
-        ops = [op for op in trace.ops if op.layer == 1 and op.kind == "fusable" and op.name != "cat"]
+        # with a key for each query, bf16 queries and keys have as many bytes
+        setup = setup_of(name, residual_dtype=kind, model={"n_query_groups": 1})
+        trace = trace_micro_step(setup, has_gradients=False)
+        size = 4 * B * T * setup.config.n_embd
+        ops = [op for op in trace.ops if op.layer == 1 and op.kind == "fusable"]
         wide[kind] = sum(a.bytes == size for op in ops for a in (*op.reads, *op.writes))
     assert wide["auto"] > wide["bf16"] == 0
 
