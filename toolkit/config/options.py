@@ -93,8 +93,8 @@ class TrainArgs:
             of attention and every second matrix product; full: save only the inputs of the blocks.
         fp8: Compute the linear layers of the blocks in fp8 (torchao). tensorwise: one scale per matrix, the fastest;
             rowwise: one per row, more accurate. Needs --precision bf16-mixed or bf16-true.
-        residual_dtype: Dtype of the residual stream. auto: the weights' dtype; bf16: half the memory and traffic, with
-            a rounding after each layer. Needs --precision bf16-mixed.
+        residual_dtype: Dtype of the residual stream. auto: the weights' dtype; bf16: half its memory and traffic, with
+            a rounding after each addition. Needs --precision bf16-mixed.
         save_interval: Optimizer steps between checkpoints. auto: a fifth of the run, at least 5 steps. 0 saves at the
             end only.
         save_every_minutes: Also save when the last checkpoint is this many minutes old; null disables. auto: 10 with
