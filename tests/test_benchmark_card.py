@@ -54,7 +54,7 @@ def test_the_switches_turn_off_what_runs_by_default(monkeypatch):
     def defaults() -> tuple:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            kernel = cross_entropy._checked_kernel.__wrapped__(torch.device("cpu"), 64, False, None, torch.bfloat16, 0)
+            kernel = cross_entropy._checked_kernel.__wrapped__(torch.device("cpu"), 64, None, None, torch.bfloat16, 0)
         return kernel, launched_step.reads_late(run, object.__new__(FusedUpdate))
 
     assert defaults() == (triton, True)
