@@ -41,7 +41,7 @@ LLAMA = Work("tiny-llama-1.1b", 2048, 32, "bf16-mixed", "torch", 12, 4, usable_c
 FULL_8B = Work("Llama-3.1-8B", 4096, 8, "bf16-true", "torch", 7, 3, usable_cpus(), {}, False, 1, "full")
 SWITCHES = {  # what runs on CUDA by default: module, name, and the value without it
     "without late reading": ("toolkit.training.launched_step", "LATE_ON", "set()"),
-    "without Triton's loss": ("toolkit.models.cross_entropy", "_triton_kernel", "m._compiled_kernel"),
+    "without Triton's loss": ("toolkit.models.cross_entropy", "triton_kernel", "m.compiled_kernel"),
 }
 Figures = dict[str, Any]
 

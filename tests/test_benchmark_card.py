@@ -45,7 +45,7 @@ def test_the_switches_turn_off_what_runs_by_default(monkeypatch):
         module = importlib.import_module(module)
         monkeypatch.setattr(module, name, getattr(module, name))
     triton, compiled = (lambda *args: cross_entropy.pointwise_cross_entropy(*args) for _ in range(2))
-    monkeypatch.setattr(cross_entropy, "_compiled_kernel", lambda: compiled)
+    monkeypatch.setattr(cross_entropy, "compiled_kernel", lambda: compiled)
     stand_in = SimpleNamespace(triton_cross_entropy=triton)
     monkeypatch.setitem(sys.modules, "toolkit.models.cross_entropy_triton", stand_in)
     place = SimpleNamespace(device=torch.device("cuda"))

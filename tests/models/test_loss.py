@@ -332,7 +332,7 @@ def test_a_kernel_that_fails_or_differs_is_not_used(monkeypatch):
     cases[needs_fp32_bias, good] = ["Triton"]
     for kernels, failing in (cases | {(differs, fails): ["Triton", "compiled"]}).items():
         cross_entropy._checked_kernel.cache_clear()
-        for name, kernel in zip(("_triton_kernel", "_compiled_kernel"), kernels, strict=True):
+        for name, kernel in zip(("triton_kernel", "compiled_kernel"), kernels, strict=True):
             monkeypatch.setattr(cross_entropy, name, lambda kernel=kernel: kernel)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -388,9 +388,9 @@ def test_chunks_are_equal_and_cover_all_rows():
 def test_compiled_loss_on_cuda(monkeypatch):
     """The checks of both kernels pass, and chunks give the gradients of the CPU in fp32."""
     monkeypatch.setattr(loss_module, "chunk_rows", lambda *_: 7)
-    exact, triton_kernel = inputs(bias=True), cross_entropy._triton_kernel
-    for load, softcap in itertools.product((triton_kernel, cross_entropy._compiled_kernel), (None, 0.7)):
-        monkeypatch.setattr(cross_entropy, "_triton_kernel", load)
+    exact, triton_kernel = inputs(bias=True), cross_entropy.triton_kernel
+    for load, softcap in itertools.product((triton_kernel, cross_entropy.compiled_kernel), (None, 0.7)):
+        monkeypatch.setattr(cross_entropy, "triton_kernel", load)
         cross_entropy._checked_kernel.cache_clear()
         logits = F.linear(*exact[:3])
         logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)

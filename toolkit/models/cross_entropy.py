@@ -158,7 +158,7 @@ def _checked_kernel(
     arguments = targets, ignored, bias, softcap, dtype, padding
     expected_losses, expected = cross_entropy_(logits.clone(), *arguments)
     assert expected is not None
-    for name, load in (("Triton", _triton_kernel), ("compiled", _compiled_kernel)):
+    for name, load in (("Triton", triton_kernel), ("compiled", compiled_kernel)):
         try:
             kernel = load()
             losses, grad = kernel(logits, *arguments)
@@ -171,12 +171,14 @@ def _checked_kernel(
     return cross_entropy_
 
 
-def _triton_kernel() -> CrossEntropy:
+def triton_kernel() -> CrossEntropy:
+    """Return Triton's kernel. Raises ImportError without Triton."""
     from toolkit.models.cross_entropy_triton import triton_cross_entropy  # needs Triton
 
     return triton_cross_entropy
 
 
-def _compiled_kernel() -> CrossEntropy:
+def compiled_kernel() -> CrossEntropy:
+    """Return :func:`pointwise_cross_entropy`, compiled by torch."""
     # for other numbers of rows than in its check, torch compiles once more
     return torch.compile(pointwise_cross_entropy)

@@ -304,8 +304,8 @@ class Engine:
         validates = args.eval.final_validation if is_last else is_eval_due
         saves = is_due(self.intervals.save_steps, step) or totals["save_is_due"] or totals[SAVE_NOW]
         saves = bool(saves) and not is_last
-        is_read_late = self.is_late and step > self.first_step and not (is_last or validates or saves)
-        is_read_late = is_read_late and not totals["time_is_near"]
+        waits = step == self.first_step or is_last or validates or saves or totals["time_is_near"]
+        is_read_late = self.is_late and not waits
         start = self.unread[-1].end if self.unread else start
         launched = LaunchedStep(
             totals, microseconds, learning_rate, result, started_at, start, self.clock.note(),

@@ -15,7 +15,7 @@ from toolkit.inference.sampling import GREEDY
 from toolkit.models.aligned import aligned_size
 from toolkit.models.attention import fused_attention
 from toolkit.models.attention_dispatch import TOLERANCE, KernelCase, activate_newer_flash, largest_error
-from toolkit.models.cross_entropy import CrossEntropy, _compiled_kernel, _triton_kernel, choose_cross_entropy
+from toolkit.models.cross_entropy import CrossEntropy, choose_cross_entropy, compiled_kernel, triton_kernel
 from toolkit.models.families import get_config
 from toolkit.models.gpt import GPT
 from toolkit.models.linear_4bit import Linear4bit
@@ -80,7 +80,7 @@ def _head_loss(load: Callable[[], CrossEntropy] | None, vocab_size: int, machine
         size = aligned_size(vocab_size, machine.device, torch.bfloat16)
         logits = torch.empty(8, size, device=machine.device)
         chosen = choose_cross_entropy(logits, None, softcap, torch.bfloat16, size - vocab_size)
-        if load is _triton_kernel and chosen is not compiled:
+        if load is triton_kernel and chosen is not compiled:
             raise CommandError("the kernel fails its check")
 
     def exact(x: Tensor, weight: Tensor) -> Tensor:
@@ -166,9 +166,9 @@ KERNELS = [
     *(
         Row(name, _FP64, f"{_BY_ITSELF} a slower loss", partial(_head_loss, *case))
         for name, case in {
-            "loss, Triton": (_triton_kernel, 512),
-            "loss, Triton, odd vocabulary": (_triton_kernel, 509),
-            "loss, compiled": (_compiled_kernel, 512),
+            "loss, Triton": (triton_kernel, 512),
+            "loss, Triton, odd vocabulary": (triton_kernel, 509),
+            "loss, compiled": (compiled_kernel, 512),
         }.items()
     ),
     Row("fp32 products", "of 16-bit factors against fp64", f"{_BY_ITSELF} 16-bit results", _mixed_mm),

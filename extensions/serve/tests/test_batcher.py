@@ -223,7 +223,7 @@ def inputs_of(batcher):
 
 @pytest.mark.parametrize("style", slow_except(["llama", "phi3", "gemma3"], STYLES))
 def test_requests_join_and_leave_at_any_token(style, monkeypatch):
-    """Each shape is captured once, and its memory stays where it is; the cache is as large as that of a CPU."""
+    """Each shape is captured once, and its memory stays where it is; the cache is as large as on a CPU."""
     model, generator = make_model(style).eval(), torch.Generator().manual_seed(5)
     n_bytes = Batcher(model, 5, 48).cache_bytes
     fix_shapes(monkeypatch)

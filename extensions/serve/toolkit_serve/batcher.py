@@ -327,7 +327,7 @@ class Batcher(threading.Thread):
         return choose
 
     def _read(self, requests: Sequence[Request], tokens: Tensor, logits: Sequence[Tensor]) -> None:
-        """Wait for tokens, (count, B). ``logits`` has those of each token, (B or more, padded_vocab_size)."""
+        """Wait for tokens, (count, B). ``logits`` has a tensor per token, (B or more, padded_vocab_size)."""
         for ids, of_rows in zip(tokens.tolist(), logits, strict=True):
             for row, request in enumerate(requests):
                 if request.reason is None and not request.is_done:
