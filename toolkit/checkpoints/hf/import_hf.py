@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import tempfile
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -243,9 +244,12 @@ def _add_prefix(hf_weights: dict[str, Weight], config: ModelConfig) -> dict[str,
 
 
 def _drop_unused(hf_weights: dict[str, Weight], config: ModelConfig) -> tuple[dict[str, Weight], list[str]]:
-    unused = [name for name in hf_weights if family_of(config).is_unused(name, config)]
-    notes = [f"skipped {len(unused)} weights that the model does not use: {unused[0]} ..."] if unused else []
-    return {name: stored for name, stored in hf_weights.items() if name not in set(unused)}, notes
+    """Return the weights without unused ones, and a note that names the modules of these."""
+    unused = {name for name in hf_weights if family_of(config).is_unused(name, config)}
+    modules = Counter(name.removeprefix("model.").partition(".")[0] for name in sorted(unused))
+    listed = ", ".join(f"{module} ({count})" for module, count in modules.items())
+    notes = [f"dropped {len(unused)} weights that the text model does not use: {listed}"] if unused else []
+    return {name: stored for name, stored in hf_weights.items() if name not in unused}, notes
 
 
 def _hf_name(config: ModelConfig, native: str) -> str:

@@ -53,6 +53,15 @@ FAMILIES: dict[str, str] = {
 
 # model_type of multimodal models -> model types of their text model, which is read from text_config
 MULTIMODAL = {"gemma3": ("gemma3_text",), "mistral3": ("mistral", "ministral3")}
+# Weights of a multimodal model outside its text model: vision, audio, and what projects them to the text's embeddings.
+_OTHER_MODALITIES = (
+    "vision_tower.",
+    "visual.",
+    "audio_tower.",
+    "multi_modal_projector.",
+    "embed_vision.",
+    "embed_audio.",
+)
 # What this version does not compute, by names that a config.json then has: of fields, of kinds of layers, or its type.
 _NOT_COMPUTED = {
     "an encoder": "is_encoder_decoder",
@@ -228,8 +237,8 @@ class Family:
 
     def is_unused(self, name: str, config: ModelConfig) -> bool:
         """Whether the Hugging Face weight ``name`` has no counterpart in toolkit's model."""
-        is_vision = name.removeprefix("model.").startswith(("vision_tower.", "multi_modal_projector."))
-        if is_vision and config.family in itertools.chain(*MULTIMODAL.values()):
+        is_other = name.removeprefix("model.").startswith(_OTHER_MODALITIES)
+        if is_other and config.family in itertools.chain(*MULTIMODAL.values()):
             return True
         return hasattr(self.module, "is_unused") and self.module.is_unused(name, config)
 
