@@ -122,6 +122,33 @@ def test_override_of_latent_attention_updates_head_size():
         named.override(ModelOverrides(head_size=40))
 
 
+LINEAR = {"n_key_heads": 2, "n_value_heads": 4, "key_size": 8, "value_size": 8, "conv_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [
+        ("linear_attention", {"linear_attention": LINEAR | {"key_size": 0}}),
+        ("linear_attention", {"linear_attention": LINEAR | {"n_value_heads": 3}}),
+        ("linear_attention", {"linear_attention": LINEAR | {"conv_size": 1}}),
+        ("linear_attention", {"linear_attention": {"n_key_heads": 2}}),
+        ("linear_attention_indices", {"linear_attention": LINEAR, "linear_attention_indices": [1]}),
+        ("linear_attention_indices", {"linear_attention": None, "linear_attention_indices": [1, 0]}),
+        ("attention_gate", {"latent_attention": LATENT, "attention_gate": True}),
+    ],
+)
+def test_invalid_linear_attention_names_the_flag(field, fields):
+    with pytest.raises(UserError, match=f"model_config.{field}"):
+        ModelConfig(**{"linear_attention": LINEAR} | fields)
+
+
+def test_layers_with_linear_attention():
+    config = ModelConfig(n_layer=3, linear_attention=LINEAR, linear_attention_indices=[1, 0, 1, 1])
+    assert [config.has_linear_attention(i) for i in range(3)] == [True, False, True]
+    assert ModelConfig(linear_attention=LINEAR).has_linear_attention(1)
+    assert not ModelConfig().has_linear_attention(0)
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [

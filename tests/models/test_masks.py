@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from toolkit.errors import UserError
 from toolkit.models.context_parallel import ContextGroup
-from toolkit.models.masks import AttentionMask, AttentionMaskBuilder, ContextMaskBuilder
+from toolkit.models.masks import AttentionMask, AttentionMaskBuilder, ContextMaskBuilder, FixedShapeMaskBuilder
 
 CPU = torch.device("cpu")
 
@@ -77,3 +78,20 @@ def test_n9_masks_of_context_parallel_chunks_are_rows_of_the_reference(window):
                     assert rows.tolist() == list(range(start, end))
                     dense = as_rows(mask, len(rows), end, 12)
                     assert torch.equal(dense, reference[:, rows].expand_as(dense))
+
+
+def test_n9_sequence_starts_of_linear_attention():
+    documents = torch.tensor([[0, 0, 0, 1, 2, 2], [5, 5, 5, 5, 5, -1]])
+    packed = AttentionMaskBuilder(0, 6, CPU, documents).for_linear_attention().starts
+    assert packed.tolist() == [[True, False, False, True, True, False], [True, *[False] * 4, True]]
+    padded = torch.tensor([0, 3, 5])  # the rows' first tokens
+    for n_cached, n_new in ((0, 4), (4, 2), (6, 1)):
+        starts = AttentionMaskBuilder(n_cached, n_new, CPU, starts=padded).for_linear_attention().starts
+        assert starts.nonzero().tolist() == [
+            [b, at - n_cached] for b, at in enumerate(padded.tolist()) if n_cached <= at < n_cached + n_new
+        ]
+    fixed = FixedShapeMaskBuilder(torch.tensor([3]), 8, padded).for_linear_attention().starts
+    assert fixed.tolist() == [[False], [True], [False]]
+    assert AttentionMaskBuilder(0, 6, CPU).for_linear_attention().starts is None
+    with pytest.raises(UserError, match="--context_parallel_size: linear attention needs complete rows"):
+        ContextMaskBuilder(ContextGroup(rank=0, size=2), 8, CPU).for_linear_attention()

@@ -35,6 +35,7 @@ IN_BACKWARD, BF16 = {"optimizer.in_backward": True}, {"optimizer.state_dtype": "
 LORA, MODULE, SGD = {"lora": LoRAConfig()}, {"module": nn.Linear(1, 1)}, {"optimizer_class": torch.optim.SGD}
 SPLIT = {"tensor_parallel_size": 2}
 LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16}
+LINEAR = {"n_key_heads": 1, "n_value_heads": 2, "key_size": 8, "value_size": 8, "conv_size": 4}
 NF4, MIXED = {"quantize": "bnb.nf4"}, {"precision": "16-mixed"}
 NO_VALIDATION = {"eval.interval": 0, "eval.final_validation": False}
 CONTEXT = {"context_parallel_size": 2}
@@ -112,6 +113,12 @@ CASES = [
      "--tensor_parallel_size 2 is not supported with experts (MoE): they are not divided; remove one of them"),
     (SPLIT, {"model": ModelConfig(latent_attention=LATENT)} | FSDP,
      "--tensor_parallel_size 2 is not supported with latent attention (MLA): it is not divided; remove one of them"),
+    (SPLIT, {"model": ModelConfig(linear_attention=LINEAR)} | FSDP,
+     "--tensor_parallel_size 2 is not supported with linear attention: it is not divided; remove one of them"),
+    (CONTEXT, {"model": ModelConfig(linear_attention=LINEAR)} | FSDP,
+     "--context_parallel_size 2 is not supported with linear attention: its state needs complete rows; remove one"),
+    (PIPELINE, {"model": ModelConfig(linear_attention=LINEAR)} | MICRO,
+     "--pipeline_parallel_size 2 is not supported with linear attention: its state is not passed on; remove one of"),
     (SPLIT, {"model": get_config("OLMo-2-1124-7B")} | FSDP,
      "--tensor_parallel_size 2 is not supported with --model_config.norm_qk_type olmo2: the norm needs all heads of a "
      "token; remove one of them"),

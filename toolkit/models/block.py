@@ -9,7 +9,7 @@ from toolkit.models.attention import CausalSelfAttention
 from toolkit.models.config import ModelConfig
 from toolkit.models.keyed_random import DropoutBits
 from toolkit.models.kv_cache import KVCache, LayerCache
-from toolkit.models.masks import AttentionMask, MaskBuilder
+from toolkit.models.masks import AttentionMask, MaskBuilder, SequenceStarts
 from toolkit.models.mlp import make_mlp
 from toolkit.models.norm import make_norm
 from toolkit.models.rope import RotaryEmbedding
@@ -27,20 +27,20 @@ class Block(nn.Module):
             return make_norm(config, is_residual_norm=is_residual_norm) if is_used else nn.Identity()
 
         self.norm_1 = norm(config.norm_1, is_residual_norm=True)
-        self.attn = make_attention(config)
+        self.attn = make_attention(config, layer)
         self.post_attention_norm = norm(config.post_attention_norm)
         self.norm_2 = None if config.shared_attention_norm else norm(config.norm_2, is_residual_norm=True)
         self.mlp = make_experts(config) if config.has_experts(layer) else make_mlp(config)
         self.post_mlp_norm = norm(config.post_mlp_norm)
         self.parallel_residual, self.residual_multiplier = config.parallel_residual, config.residual_multiplier
         self.window, self.rope_index = config.window(layer), config.rope_index(layer)
-        self.has_experts = config.has_experts(layer)
+        self.has_experts, self.uses_linear_attention = config.has_experts(layer), config.has_linear_attention(layer)
         self.dropout_bits = DropoutBits()
 
     def forward(
         self,
         x: Tensor,
-        attn_mask: AttentionMask,
+        attn_mask: AttentionMask | SequenceStarts,
         rope: RotaryEmbedding | None,
         cache: LayerCache | None = None,
         token_mask: Tensor | None = None,
@@ -54,8 +54,8 @@ class Block(nn.Module):
 
         ``dropout_bits``, (B, T) int64, are what the dropout of adapters depends on.
 
-        Attention mask and rotary embedding are arguments: computing them inside one block would compile that block
-        separately.
+        Attention mask (sequence starts with linear attention) and rotary embedding are arguments: computing them inside
+        one block would compile that block separately.
 
         With experts and ``token_mask`` (B, T), bool, also returns the load-balancing loss of each row, (B,). It is
         returned rather than stored, because FSDP's hooks only see return values.
@@ -78,7 +78,11 @@ class Block(nn.Module):
         return x if self.residual_multiplier == 1.0 else x * self.residual_multiplier
 
 
-def make_attention(config: ModelConfig) -> nn.Module:
+def make_attention(config: ModelConfig, layer: int) -> nn.Module:
+    if config.has_linear_attention(layer):
+        from toolkit.models.linear_attention import GatedDeltaNet  # few models have it
+
+        return GatedDeltaNet(config)
     if config.latent_attention is None:
         return CausalSelfAttention(config)
     from toolkit.models.latent_attention import LatentAttention  # few models have it

@@ -20,6 +20,7 @@ from toolkit.models.config_checks import (
     check_experts,
     check_head,
     check_latent_attention,
+    check_linear_attention,
     check_values,
     rope_kind,
     yarn_mscale,
@@ -71,6 +72,12 @@ class ModelConfig:
         latent_attention: Multi-head latent attention (MLA, DeepSeek), with the sizes q_lora_rank (optional),
             kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim and v_head_dim. head_size is then qk_nope_head_dim +
             qk_rope_head_dim; only the latter part is rotated.
+        linear_attention: Linear attention (Gated DeltaNet), with the sizes n_key_heads, n_value_heads, key_size and
+            value_size (per head) and conv_size (tokens of the short convolution).
+        linear_attention_indices: With linear_attention, one entry per layer: 1 for linear attention, 0 for attention;
+            default all 1.
+        attention_gate: Multiply the output of attention by the sigmoid of a gate per element, projected with the
+            queries (Qwen3-Next).
         clip_qkv: QKV clipping: queries, keys and values are clamped to [-clip_qkv, clip_qkv].
         scale_embeddings: Multiply the embeddings by sqrt(n_embd).
         embedding_multiplier: Multiply the embeddings by this (Granite).
@@ -148,6 +155,9 @@ class ModelConfig:
     norm_qk_type: Literal["default", "olmo2", "per_head"] = "default"
     attention_sinks: bool = False
     latent_attention: dict[str, Any] | None = None
+    linear_attention: dict[str, Any] | None = None
+    linear_attention_indices: list[int] | None = None
+    attention_gate: bool = False
     clip_qkv: float | None = None
     scale_embeddings: bool = False
     embedding_multiplier: float = 1.0
@@ -232,6 +242,7 @@ class ModelConfig:
         """Check field combinations after all derived fields are set."""
         require, padded = self.require, self.padded_vocab_size
         check_latent_attention(self)
+        check_linear_attention(self)
         require(self.n_head % self.n_query_groups == 0, "n_query_groups", f"must divide n_head {self.n_head}")
         is_even = self.position_embedding != "rope" or self.rope_n_elem % 2 == 0
         require(is_even, "head_size", "RoPE needs an even number of rotated dimensions")
@@ -297,6 +308,11 @@ class ModelConfig:
         """The layer's sliding-window size in tokens, including the current one; None for full attention."""
         indices = self.sliding_window_indices
         return self.sliding_window_size if indices is None or indices[layer] else None
+
+    def has_linear_attention(self, layer: int) -> bool:
+        """Whether this layer has linear attention in place of attention."""
+        indices = self.linear_attention_indices
+        return self.linear_attention is not None and (indices is None or bool(indices[layer]))
 
     def has_experts(self, layer: int) -> bool:
         """Whether this layer's MLP is a LLaMAMoE."""

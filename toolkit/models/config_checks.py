@@ -34,8 +34,13 @@ ROPE_ADJUSTMENTS: dict[str, tuple[set[str], set[str]]] = {
 # Keys of latent_attention, as in Hugging Face's config.json; q_lora_rank is optional.
 LATENT_ATTENTION = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
+LINEAR_ATTENTION = ("n_key_heads", "n_value_heads", "key_size", "value_size", "conv_size")
+
 # Fields with one value per layer, and the valid values.
-PER_LAYER = {"sliding_window_indices": (0, 1), "rope_indices": (-1, 0, 1), "moe_indices": (0, 1)}
+PER_LAYER = {
+    "sliding_window_indices": (0, 1), "rope_indices": (-1, 0, 1), "moe_indices": (0, 1),
+    "linear_attention_indices": (0, 1),
+}  # fmt: skip
 # Fields that require experts.
 MOE_FIELDS = (
     "n_expert", "n_expert_per_token", "moe_intermediate_size", "norm_topk_prob", "routed_scaling_factor",
@@ -105,19 +110,37 @@ def check_latent_attention(config: Any) -> None:
     sizes = config.latent_attention
     if sizes is None:
         return
-    required_sizes = [n for name, n in sizes.items() if name != "q_lora_rank" or n is not None]
-    are_valid = all(type(n) is int and 0 < n <= MAX_SIZE for n in required_sizes)
-    hint = f"must have {', '.join(LATENT_ATTENTION)}, each between 1 and {MAX_SIZE:,}"
-    config.require(sizes.keys() == set(LATENT_ATTENTION) and are_valid, "latent_attention", hint)
+    _check_sizes(config, "latent_attention", LATENT_ATTENTION)
     required = {
         "position_embedding": "rope", "norm_qk": False, "clip_qkv": None, "attention_sinks": False,
         "attention_logit_softcapping": None, "bias": False, "attn_bias": False, "attn_proj_bias": False,
         "n_query_groups": config.n_head,
         "head_size": sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"], "rotary_percentage": 1.0,
-        "query_scaling_beta": None,
+        "query_scaling_beta": None, "attention_gate": False,
     }  # fmt: skip
     for name, value in required.items():
         config.require(getattr(config, name) == value, name, f"must be {value} with latent_attention")
+
+
+def check_linear_attention(config: Any) -> None:
+    """Check the sizes of a ModelConfig's linear attention."""
+    sizes = config.linear_attention
+    if sizes is None:
+        is_unused = config.linear_attention_indices is None
+        config.require(is_unused, "linear_attention_indices", f"needs {FLAG}linear_attention")
+        return
+    _check_sizes(config, "linear_attention", LINEAR_ATTENTION)
+    is_multiple = sizes["n_value_heads"] % sizes["n_key_heads"] == 0
+    config.require(is_multiple, "linear_attention", "n_value_heads must be a multiple of n_key_heads")
+    config.require(sizes["conv_size"] > 1, "linear_attention", "conv_size must be 2 or greater")
+
+
+def _check_sizes(config: Any, field: str, names: tuple[str, ...]) -> None:
+    sizes = getattr(config, field)
+    required_sizes = [n for name, n in sizes.items() if name != "q_lora_rank" or n is not None]
+    are_valid = all(type(n) is int and 0 < n <= MAX_SIZE for n in required_sizes)
+    hint = f"must have {', '.join(names)}, each between 1 and {MAX_SIZE:,}"
+    config.require(sizes.keys() == set(names) and are_valid, field, hint)
 
 
 @functools.cache

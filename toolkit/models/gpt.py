@@ -294,7 +294,8 @@ class GPT(nn.Module, metaclass=InitializedModel):
         balancing_losses: list[Tensor] = []
         for i in layers:
             block, cache = blocks[i], None if inputs.kv_cache is None else inputs.kv_cache[i]
-            attn_mask, rope = inputs.masks.for_window(block.window), inputs.ropes.get(block.rope_index)
+            masks, rope = inputs.masks, inputs.ropes.get(block.rope_index)
+            attn_mask = masks.for_linear_attention() if block.uses_linear_attention else masks.for_window(block.window)
             bits = block.dropout_bits.tokens = None if inputs.dropout_bits is None else derive(inputs.dropout_bits, i)
             x = block(x, attn_mask, rope, cache, inputs.token_mask, kv_source if i == layers[0] else None, bits)
             if isinstance(x, tuple):

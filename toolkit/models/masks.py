@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from toolkit.errors import UserError
 from toolkit.models.attention_kernels import DocumentBounds, FlashMask, FlexMask, make_flash_mask, make_flex_mask
 from toolkit.models.context_parallel import ContextGroup
 
@@ -46,6 +48,17 @@ class AttentionMask(NamedTuple):
     chunks: "tuple[AttentionMask, ...]" = ()
 
 
+class SequenceStarts(NamedTuple):
+    """What linear attention needs instead of a mask.
+
+    Args:
+        starts: (B, n_new), bool: True for the first token of a document or of a left-padded row, which depends on no
+            token before it; None if the new tokens continue the cached ones.
+    """
+
+    starts: Tensor | None = None
+
+
 class MaskBuilder(ABC):
     """Builds and caches the attention masks of one forward pass, one per sliding-window size.
 
@@ -56,6 +69,7 @@ class MaskBuilder(ABC):
     def __init__(self, longest: int) -> None:
         self._longest = longest
         self._masks: dict[int | None, AttentionMask] = {}
+        self._sequence_starts: SequenceStarts | None = None
 
     def for_window(self, window: int | None) -> AttentionMask:
         """Return the mask for a sliding window in tokens, including the current one; None for full attention."""
@@ -65,8 +79,17 @@ class MaskBuilder(ABC):
             self._masks[window] = self._build(window)
         return self._masks[window]
 
+    def for_linear_attention(self) -> SequenceStarts:
+        """Return where the sequences of the new tokens start."""
+        if self._sequence_starts is None:
+            self._sequence_starts = SequenceStarts(self._find_starts())
+        return self._sequence_starts
+
     @abstractmethod
     def _build(self, window: int | None) -> AttentionMask: ...
+
+    def _find_starts(self) -> Tensor | None:
+        raise UserError("--context_parallel_size: linear attention needs complete rows; use 1")
 
 
 class AttentionMaskBuilder(MaskBuilder):
@@ -122,6 +145,15 @@ class AttentionMaskBuilder(MaskBuilder):
             mask = (mask & (of_queries[:, :, None] == of_keys[:, None]))[:, None]
         return AttentionMask(n_keys, mask)
 
+    def _find_starts(self) -> Tensor | None:
+        total = self._n_cached + self._n_new
+        if self._documents is not None:
+            is_first = F.pad(self._documents[:, 1:] != self._documents[:, :-1], (1, 0), value=True)
+            return is_first[:, self._n_cached : total]
+        if self._starts is None:
+            return None
+        return torch.arange(self._n_cached, total, device=self._device) == self._starts[:, None]
+
     def _kernel_mask(self, window: int | None) -> FlashMask | FlexMask | None:
         is_causal = window is None and self._documents is None
         if self._kernel is None or self._n_new == 1 or (is_causal and not self._kernel.for_causal):
@@ -172,6 +204,9 @@ class FixedShapeMaskBuilder(MaskBuilder):
     def _build(self, window: int | None) -> AttentionMask:
         keys = torch.arange(self._longest, device=self._position.device)
         return AttentionMask(self._longest, _visible_keys(self._position[None], keys, window, self._starts))
+
+    def _find_starts(self) -> Tensor | None:
+        return None if self._starts is None else self._position == self._starts[:, None]
 
 
 def _visible_keys(queries: Tensor, keys: Tensor, window: int | None, starts: Tensor | None) -> Tensor:

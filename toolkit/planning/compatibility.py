@@ -96,6 +96,7 @@ _FOREIGN_MODEL = Use("a user-provided or extension model", lambda f: f.module is
 _NO_BLOCKS = Use("a module without known blocks", lambda f: f.module is not None and not f.block_classes)
 _EXPERTS = Use("experts (MoE)", lambda f: f.model is not None and f.model.n_moe_layer > 0)
 _NO_EXPERTS = Use("a model without experts (MoE)", lambda f: f.model is not None and f.model.n_moe_layer == 0)
+_LINEAR_ATTENTION = Use("linear attention", lambda f: f.model is not None and f.model.linear_attention is not None)
 _COMPILER = Use("--compiler {compiler:NAME of an extension's compiler}", lambda f: f.compiler not in COMPILERS)
 _OBJECTIVE = Use("--objective {objective_name:NAME}", lambda f: f.objective_name != "NextToken")
 _PREFERENCES = Use(
@@ -142,6 +143,9 @@ ROWS: tuple[Row, ...] = (
                     lambda f: f.strategy not in (AUTO, "fsdp")),
           "only FSDP can be combined with it", "use --strategy fsdp") for size in _MODEL_PARALLEL),
     *(Row(size, _COMPILER, fix="use --compiler torch or none") for size in _MODEL_PARALLEL),
+    *(Row(size, _LINEAR_ATTENTION, reason) for size, reason in (
+        (_TENSOR, "it is not divided"), (_CONTEXT, "its state needs complete rows"),
+        (_PIPELINE, "its state is not passed on"))),
     # tensor parallelism
     Row(_TENSOR, _EXPERTS, "they are not divided"),
     Row(_TENSOR, Use("latent attention (MLA)", lambda f: f.model is not None and f.model.latent_attention is not None),

@@ -19,7 +19,7 @@ _REQUIRED_FIELDS = (
     "mlp_class_name",
 )  # fmt: skip
 # Unsupported: toolkit stores their weights in another layout. None of LitGPT's named models uses them.
-_UNSUPPORTED = ("latent_attention", "n_expert_groups")
+_UNSUPPORTED = ("latent_attention", "linear_attention", "attention_gate", "n_expert_groups")
 
 
 def config_from_litgpt(values: Fields) -> ModelConfig:
