@@ -118,7 +118,9 @@ class ModelConfig:
             :func:`toolkit.models.moe.load_balancing_loss`; 0 disables it.
         gelu_approximate: GELU approximation, "none" or "tanh".
         tie_embeddings: Tie the LM head to the embedding.
-        family_options: Options of a model family from an extension; see the extension's documentation.
+        family_options: Options of a model family that has its own model, such as Gemma 4 or an extension's; see there.
+            full_attention (head_size and n_query_groups of the layers with full attention) and n_shared_kv_layers
+            (number of last layers without keys and values) mean the same in every family.
         head: A score layer in place of the LM head: "classification" (also regression), "reward" or
             "token_reward".
         labels: Names of the scores.
@@ -308,6 +310,17 @@ class ModelConfig:
         """The layer's sliding-window size in tokens, including the current one; None for full attention."""
         indices = self.sliding_window_indices
         return self.sliding_window_size if indices is None or indices[layer] else None
+
+    def layer(self, layer: int) -> ModelConfig:
+        """Return the config of one layer: this one, unless its sizes differ."""
+        sizes = (self.family_options or {}).get("full_attention")
+        is_same = sizes is None or self.window(layer) is not None
+        return self if is_same else replace(self, family_options=None, **sizes)
+
+    @property
+    def n_cached_layer(self) -> int:
+        """Number of layers with keys and values; the last layers may share those of earlier ones."""
+        return self.n_layer - (self.family_options or {}).get("n_shared_kv_layers", 0)
 
     def has_linear_attention(self, layer: int) -> bool:
         """Whether this layer has linear attention in place of attention."""

@@ -28,6 +28,7 @@ ROPE_ADJUSTMENTS: dict[str, tuple[set[str], set[str]]] = {
         {"factor", "beta_fast", "beta_slow", "original_max_seq_len"},
         {"mscale", "mscale_all_dim", "attention_factor", "truncate"},
     ),
+    "proportional": ({"partial_rotary_factor"}, {"factor"}),
     "longrope": ({"short_factor", "long_factor", "original_max_seq_len", "attention_factor"}, set()),
 }
 
@@ -187,6 +188,8 @@ def _check_adjustment(name: str, value: Any) -> None:
         may_be_zero = name in ("mscale", "mscale_all_dim")
         is_valid = has_type(value, (float,)) and (value > 0 or (value == 0 and may_be_zero))
         expected = "a number greater than zero"
+        if name == "partial_rotary_factor":
+            is_valid, expected = is_valid and value <= 1, f"{expected}, at most 1"
     if not is_valid:
         raise UserError(f"{FLAG}rope_adjustments: {name} {value!r}: must be {expected}")
 

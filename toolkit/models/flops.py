@@ -60,11 +60,12 @@ def flops_per_token(
     """Return FLOPs per token: 6 x matmul parameters + 12 x layers x d x T (PaLM, arXiv 2204.02311, appendix B).
 
     This counts the forward and backward pass. ``d`` is heads x head size and T the sequence length; if the widths of
-    values and keys differ, d is their mean. Frozen parameters count 4 times instead of 6, because they have no
+    values and keys differ, d is their mean. If layers differ, each counts with its own d. Frozen parameters count 4 times instead of 6, because they have no
     gradient. ``causal`` halves the attention term, as in a causal kernel. Recomputation does not count.
     ``forward_only`` counts a forward pass: a third, or half of frozen parameters.
     """
-    attention = 6 * config.n_layer * config.n_head * (config.head_size + config.value_size) * seq_length
+    layers = (config.layer(i) for i in range(config.n_layer))
+    attention = 6 * sum(layer.n_head * (layer.head_size + layer.value_size) for layer in layers) * seq_length
     per_parameter = (2, 2) if forward_only else (4, 6)
     linear = sum(per_parameter[is_trained] * size for size, is_trained in _matmul_sizes(model))
     return linear + attention * (0.5 if causal else 1.0) / (3 if forward_only else 1)

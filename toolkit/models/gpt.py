@@ -95,7 +95,7 @@ class GPT(nn.Module, metaclass=InitializedModel):
         parts: dict[str, nn.Module] = {"wte": nn.Embedding(config.padded_vocab_size, config.n_embd)}
         if config.position_embedding == "learned":
             parts["wpe"] = nn.Embedding(config.block_size, config.n_embd)
-        parts["h"] = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        parts["h"] = nn.ModuleList(self.make_block(config, layer) for layer in range(config.n_layer))
         parts["ln_f"] = make_norm(config, is_residual_norm=True)
         self.transformer = Transformer(parts)
         self._frequencies: dict[tuple, Tensor] = {}  # not buffers: see rope.py
@@ -106,6 +106,9 @@ class GPT(nn.Module, metaclass=InitializedModel):
         for name, instead in {"document_bounds": "documents has the ids", "log_probs": "labels may be Targets"}.items():
             if name in inspect.signature(cls.forward).parameters:
                 raise UserError(f"{cls.__qualname__}.forward: {name} is never passed; remove it ({instead})")
+
+    def make_block(self, config: ModelConfig, layer: int) -> Block:
+        return Block(config, layer)
 
     def execute_with(self, **changes: Any) -> None:
         """Replace fields of :class:`toolkit.models.execution.Execution`."""
@@ -380,7 +383,8 @@ class GPT(nn.Module, metaclass=InitializedModel):
     def _frequencies_on(self, device: torch.device, local: bool, is_long: bool) -> Tensor:
         key = (device, local, is_long)
         if key not in self._frequencies:
-            inverse = inverse_frequencies(self.config, is_long, local).to(device)
+            layer = next(i for i in range(self.config.n_layer) if self.config.rope_index(i) == local)
+            inverse = inverse_frequencies(self.config.layer(layer), is_long, local).to(device)
             if type(inverse) is not Tensor:  # do not cache a FakeTensor beyond its mode
                 return inverse
             self._frequencies[key] = inverse

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from toolkit.models.config import ModelConfig
 from toolkit.models.config_checks import yarn_mscale
@@ -29,6 +30,9 @@ def inverse_frequencies(config: ModelConfig, is_long: bool = False, local: bool 
         return inverse
     if kind == "linear":
         return inverse / adjustments["factor"]
+    if kind == "proportional":  # the others are zero: their angle is zero at every position
+        rotated = int(adjustments["partial_rotary_factor"] * n // 2)
+        return F.pad(inverse[:rotated], (0, n // 2 - rotated)) / adjustments.get("factor", 1.0)
     if kind == "longrope":
         factors = adjustments["long_factor" if is_long else "short_factor"]
         return inverse / torch.tensor(factors, dtype=torch.float32, device="cpu")
