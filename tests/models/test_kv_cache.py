@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from toolkit.models.config import ModelConfig
-from toolkit.models.kv_cache import KVCache, LayerCache
+from toolkit.models.kv_cache import KVCache, LayerCache, StateCache
 
 
 def test_one_cache_per_layer_of_the_right_size():
@@ -54,3 +54,70 @@ def test_length_is_the_minimum_over_layers():
     assert cache.length == 0
     cache.truncate(0)
     assert cache[0].length == 0
+
+
+SIZES = {"n_key_heads": 2, "n_value_heads": 4, "key_size": 3, "value_size": 5, "conv_size": 4}
+
+
+def make_states(**options) -> KVCache:
+    config = ModelConfig(n_layer=3, vocab_size=8, linear_attention=SIZES, linear_attention_indices=[1, 0, 1])
+    return KVCache(config, **({"batch_size": 2, "max_length": 7} | options))
+
+
+def feed(cache, value, count=1):
+    """What a forward pass of ``count`` tokens does; the states become ``value``."""
+    for layer in cache:
+        if isinstance(layer, StateCache):
+            layer.update(torch.full_like(layer.state, value), torch.full_like(layer.window, value), count)
+        else:
+            keys = torch.full_like(layer.keys[:, :, :count], value)
+            layer.update(keys, keys)
+
+
+def test_states_have_a_fixed_size():
+    cache = make_states(dtype=torch.bfloat16)
+    assert [tuple(x.shape) for x in cache.recurrent_states] == [(2, 4, 3, 5), (2, 3, 32)] * 2
+    assert [x.dtype for x in cache.recurrent_states] == [torch.float32, torch.bfloat16] * 2
+    assert make_states(dtype=torch.float64)[0].state.dtype == torch.float64
+    assert sum(x.nbytes for x in cache.recurrent_states) == 2 * 2 * (4 * 3 * 5 * 4 + 3 * (2 * 2 * 3 + 4 * 5) * 2)
+    before = [x.data_ptr() for x in cache.recurrent_states]
+    feed(cache, 1, 5)
+    cache.reserve(20)
+    assert cache.capacity == 20 and cache.length == 5 and len(cache.tensors) == 2
+    assert [x.data_ptr() for x in cache.recurrent_states] == before
+    view = cache.view(slice(1, 2), slice(3, 9), 0)
+    assert view.capacity == 6 and view[1].keys.size(2) == 6
+    view.truncate(0)  # another sequence takes the row
+    assert [state[:, 0].unique().tolist() for state in cache.recurrent_states] == [[0, 1]] * 4
+    assert cache.length == 5 and view.length == 0
+
+
+def test_states_return_to_the_saved_ones_or_to_none():
+    cache = make_states()
+    feed(cache, 3, 3)
+    cache.truncate(3)
+    cache.save()
+    feed(cache, 4)
+    feed(cache, 5)
+    cache.truncate(4)
+    assert cache.length == 3 and {x.unique().item() for x in cache.recurrent_states} == {3}
+    feed(cache, 6)
+    cache.truncate(2)
+    feed(cache, 7, 4)
+    cache.truncate(3)  # the saved positions are others
+    assert cache.length == 0 and not any(x.any() for x in cache.recurrent_states)
+
+
+@pytest.mark.parametrize("n_layers", [0, 1, 2])
+def test_an_interrupted_update_of_states_is_not_mistaken_for_a_complete_one(n_layers):
+    cache = make_states()
+    for layer in cache.layers[:n_layers]:
+        if isinstance(layer, StateCache):
+            layer.update(layer.state + 1, layer.window, 2)
+        else:
+            layer.update(layer.keys[:, :, :2], layer.values[:, :, :2])
+    layer = next(layer for layer in cache.layers[n_layers:] if isinstance(layer, StateCache))
+    with pytest.raises(RuntimeError):
+        layer.update(layer.state + 1, layer.window[:, :-1].expand(2, 9, -1), 2)
+    cache.truncate(cache.length)
+    assert cache.length == 0 and not any(x.any() for x in cache.recurrent_states)

@@ -57,7 +57,7 @@ class Decoder:
     ) -> None:
         self.model, self.cache, self.lengths = model, cache, [len(prompt) for prompt in prompts]
         self.count, self.is_together = count, ranks.world_size() > 1 and not is_alone
-        self.width, device = max(width, *self.lengths), cache[0].keys.device
+        self.width, device = max(width, *self.lengths), cache.device
         ids = pad_sequence(list(prompts), batch_first=True, padding_side="left")
         ids = F.pad(ids, (self.width - ids.size(1), count))
         self.ids, self.position = ids.to(device), torch.tensor([self.width - 1], device=device)
@@ -96,12 +96,11 @@ class Decoder:
         return logits
 
     def rewind(self, done: int) -> None:
-        """Reset the position to ``done`` new tokens and clear the KV cache from there on."""
+        """Reset the position to ``done`` new tokens and zero keys and values from there on."""
         end = self.width + done - 1
         self.position.fill_(end)
-        self.cache.truncate(min(self.cache.length, end))
-        for layer in self.cache.layers:
-            layer.keys[:, :, end:], layer.values[:, :, end:] = 0, 0
+        for tensor in self.cache.tensors:
+            tensor[:, :, end:] = 0
 
     def steps_with_fixed_factors(self, done: int) -> int:
         """Return the steps before a row exceeds longrope's original context; 0 means that prefill is needed."""
@@ -160,14 +159,21 @@ def fix_shapes(
         cache: The KV cache that the step appends to.
         position: The column of the step's tokens, (1,) int64. The step adds 1.
         step: Computes the logits of one token per row.
-        undo: See :func:`toolkit.inference.cuda_graph.capture`, as ``notice`` and ``graphs``.
+        undo: Undoes a step, except for the cache's length and recurrent states.
+        notice, graphs: See :func:`toolkit.inference.cuda_graph.capture`.
     """
     if model in _without_graph:
         return None
+    cache.save()
+
+    def undo_step() -> None:
+        undo()
+        cache.restore()
+
     expected = step()
-    undo()
+    undo_step()
     cache.position = position
-    replay = capture(step, undo, expected, notice, graphs)
+    replay = capture(step, undo_step, expected, notice, graphs)
     if replay is None:
         _without_graph.add(model)
         cache.position = None
@@ -180,7 +186,7 @@ def decode(decoder: Decoder, notice: Report, cuda_graph: bool) -> Generator[list
     """Yield the next token of each row ``decoder.count`` times, without stopping at end-of-sequence tokens.
 
     Other arguments: see :func:`toolkit.inference.generate.generate_batch`. When the caller stops, the KV cache holds
-    the yielded tokens except the last.
+    the yielded tokens except the last; with recurrent states it may hold fewer, see :meth:`KVCache.truncate`.
     """
     model, cache, count = decoder.model, decoder.cache, decoder.count
     device = decoder.ids.device
@@ -201,10 +207,12 @@ def decode(decoder: Decoder, notice: Report, cuda_graph: bool) -> Generator[list
                         step = replay or step
                 else:
                     n = min(1 if decoder.is_together else tokens_per_read(device), count - done, until)
+                    if n > 1 and len(decoder.lengths) == 1:
+                        cache.save()  # the caller may stop within the group and continue from there
+                    if cache.position is not None:  # a graph's replay runs no Python code
+                        cache.advance(n)  # before it: an interrupted group is truncated
                     for _ in range(n):
                         step()
-                    if cache.position is not None:  # a graph's replay runs no Python code
-                        cache.advance(n)
             for tokens in decoder.read(done, n):
                 n_yielded += 1
                 yield tokens

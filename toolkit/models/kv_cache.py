@@ -1,4 +1,4 @@
-"""KV cache: keys and values of previous tokens."""
+"""KV cache: keys and values of previous tokens, and recurrent states that depend on them."""
 
 from copy import copy
 from typing import Any
@@ -55,11 +55,41 @@ class LayerCache:
                 setattr(self, name, new)
 
 
+class StateCache:
+    """The recurrent state of one layer with linear attention, after ``length`` positions. Its size is fixed.
+
+    With ``position``, the caller sets ``length``, as for :class:`LayerCache`. An interrupted update leaves a length of
+    0.
+
+    Attributes:
+        state: (batch, n_value_heads, key_size, value_size), fp32, or fp64 for a model in fp64.
+        window: (batch, conv_size - 1, channels): the last inputs of the short convolution.
+    """
+
+    def __init__(self, sizes: dict[str, int], batch_size: int, device: torch.device | str, dtype: torch.dtype) -> None:
+        keys, values = (sizes[f"n_{part}_heads"] * sizes[f"{part}_size"] for part in ("key", "value"))
+        shape = (batch_size, sizes["n_value_heads"], sizes["key_size"], sizes["value_size"])
+        self.state = torch.zeros(shape, device=device, dtype=torch.promote_types(dtype, torch.float32))
+        self.window = torch.zeros(batch_size, sizes["conv_size"] - 1, 2 * keys + values, device=device, dtype=dtype)
+        self.length = 0
+        self.position: Tensor | None = None
+
+    def update(self, state: Tensor, window: Tensor, n_new: int) -> None:
+        """Replace state and window, in place, by those after ``n_new`` more positions."""
+        length, self.length = self.length, 0
+        self.state.copy_(state)
+        self.window.copy_(window)
+        self.length = length + (n_new if self.position is None else 0)
+
+
 class KVCache:
-    """One :class:`LayerCache` per layer, allocated for ``max_length`` positions. ``tensor_ranks`` divide the heads.
+    """One :class:`LayerCache` per layer, allocated for ``max_length`` positions; with linear attention,
+    :class:`StateCache`. ``tensor_ranks`` divide the heads.
 
     Memory: 2 x n_layer x batch_size x n_query_groups x max_length x head_size x bytes of ``dtype``; with latent
-    attention, n_layer x batch_size x max_length x (kv_lora_rank + qk_rope_head_dim) x bytes.
+    attention, n_layer x batch_size x max_length x (kv_lora_rank + qk_rope_head_dim) x bytes. A layer with linear
+    attention instead needs batch_size x (n_value_heads x key_size x value_size x 4 bytes + (conv_size - 1) x
+    (2 x n_key_heads x key_size + n_value_heads x value_size) x bytes), at any length.
 
     Not a ``collections.abc.Sequence``: Fabric rebuilds sequences among a model's arguments.
 
@@ -92,27 +122,39 @@ class KVCache:
         self.state: dict[str, Any] = {}
         self.starts: Tensor | None = None
         self.sequence_length: int | Tensor | None = None
-        self.layers = [LayerCache(shape, widths, device, dtype) for _ in range(config.n_layer)]
+        self.capacity, self.device = max_length, torch.device(device)
+        self._saved: tuple[int, list[Tensor]] = 0, []
+        self.layers = [
+            StateCache(config.linear_attention, batch_size, device, dtype)
+            if config.linear_attention is not None and config.has_linear_attention(layer)
+            else LayerCache(shape, widths, device, dtype)
+            for layer in range(config.n_layer)
+        ]
 
-    def __getitem__(self, layer: int) -> LayerCache:
+    def __getitem__(self, layer: int) -> LayerCache | StateCache:
         return self.layers[layer]
-
-    @property
-    def capacity(self) -> int:
-        """Number of allocated positions."""
-        return self.layers[0].keys.size(2)
 
     @property
     def tensors(self) -> list[Tensor]:
         """Keys and values of all layers, (batch, groups, capacity, width)."""
-        return [tensor for layer in self.layers for tensor in (layer.keys, layer.values)]
+        caches = [layer for layer in self.layers if isinstance(layer, LayerCache)]
+        return [tensor for cache in caches for tensor in (cache.keys, cache.values)]
+
+    @property
+    def recurrent_states(self) -> list[Tensor]:
+        """State and window of each :class:`StateCache`, (batch, ...)."""
+        caches = [layer for layer in self.layers if isinstance(layer, StateCache)]
+        return [tensor for cache in caches for tensor in (cache.state, cache.window)]
 
     def view(self, rows: slice, columns: slice, length: int) -> "KVCache":
         """Return a cache of these rows and positions, the first ``length`` of them cached, in the same memory."""
         view = copy(self)
-        view.layers = [copy(layer) for layer in self.layers]
+        view.layers, view.capacity = [copy(layer) for layer in self.layers], len(range(self.capacity)[columns])
         for layer in view.layers:
-            layer.keys, layer.values = layer.keys[rows, :, columns], layer.values[rows, :, columns]
+            if isinstance(layer, StateCache):
+                layer.state, layer.window = layer.state[rows], layer.window[rows]
+            else:
+                layer.keys, layer.values = layer.keys[rows, :, columns], layer.values[rows, :, columns]
             layer.length = length
         return view
 
@@ -136,14 +178,35 @@ class KVCache:
         for layer in self.layers:
             layer.length += count
 
+    def save(self) -> None:
+        """Save the recurrent states, for :meth:`restore` and :meth:`truncate`."""
+        self._saved = self.length, [state.clone() for state in self.recurrent_states]
+
+    def restore(self) -> None:
+        """Return to the saved length and recurrent states; to an empty cache, if none are saved."""
+        length, states = self._saved
+        for i, state in enumerate(self.recurrent_states):
+            state.copy_(states[i]) if states else state.zero_()
+        for layer in self.layers:
+            layer.length = length
+
     def truncate(self, length: int) -> None:
-        """Drop all positions from ``length`` on. Raises ValueError if ``length`` exceeds the cached length."""
+        """Drop all positions from ``length`` on. Raises ValueError if ``length`` exceeds the cached length.
+
+        Recurrent states only return to the saved ones or to an empty cache, and ``length`` with them.
+        """
         if length > self.length:
             raise ValueError(f"a KV cache of {self.length} positions has no {length}")
+        if self.recurrent_states and (length == 0 or any(layer.length != length for layer in self.layers)):
+            if self._saved[0] > length:
+                self._saved = 0, []
+            return self.restore()
         for layer in self.layers:
             layer.length = length
 
     def reserve(self, max_length: int) -> None:
         """Grow the capacity to ``max_length`` positions, keeping the cached ones."""
+        self.capacity = max(self.capacity, max_length)
         for layer in self.layers:
-            layer.reserve(max_length)
+            if isinstance(layer, LayerCache):
+                layer.reserve(max_length)

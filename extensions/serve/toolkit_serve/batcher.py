@@ -113,7 +113,7 @@ class Batcher(threading.Thread):
         self.running: list[Request] = []
         self.max_length = max_length
         self._cache = model.make_cache(self.n_rows, max_length + _SPARE_COLUMNS)
-        self._device = self._cache[0].keys.device
+        self._device = self._cache.device
         self._starts: list[int] = []  # first column of each row
         self._end = 0  # column after the last of all rows
         self._is_fixed = has_fixed_shapes(model, self._device)
@@ -148,7 +148,7 @@ class Batcher(threading.Thread):
 
     @property
     def cache_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._cache.tensors)
+        return sum(tensor.nbytes for tensor in self._cache.tensors + self._cache.recurrent_states)
 
     def _admit(self) -> None:
         """Take waiting requests into the batch. Wait for one if the batch is empty."""
@@ -184,6 +184,7 @@ class Batcher(threading.Thread):
             ids, lengths = (torch.tensor(x, device=self._device) for x in (padded, [r.length for r in requests]))
             self._cache.prompt, self._cache.seed, self._cache.state = ids, requests[0].seed or 0, {}
             cache = self._cache.view(rows, slice(start, None), 0)
+            cache.truncate(0)  # forgets the recurrent states of an earlier request
             cache.sequence_length = lengths[:, None] if any(pads) else longest
             cache.starts = longest - lengths if any(pads) else None
             for chunk in ids.split(PREFILL, dim=1):
@@ -363,6 +364,8 @@ class Batcher(threading.Thread):
             self.running[row], self._starts[row] = last, start
             for tensor in self._cache.tensors:
                 tensor[row, :, : self._end] = tensor[len(self.running), :, : self._end]
+            for state in self._cache.recurrent_states:
+                state[row] = state[len(self.running)]
         return request
 
     def _move_columns(self, count: int) -> None:
