@@ -1,0 +1,154 @@
+"""The gated delta rule and the convolution match recurrences and transformers, and keep documents apart."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from toolkit.models.gated_delta import causal_conv, gated_delta_rule
+
+KEY_HEADS, VALUE_HEADS, KEY, VALUE, CHANNELS, CONV = 2, 4, 12, 10, 6, 4
+PACKED = (0, 1, 2, 3, 70, 127, 128, 150, 192, 260)
+"""Starts of documents in a row of 261 tokens: of 1 token, several in a chunk, and at the borders of chunks of 64."""
+
+
+def make_inputs(T: int, dtype: torch.dtype = torch.float64, B: int = 2) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(T)
+    shapes = [(KEY_HEADS, KEY), (KEY_HEADS, KEY), (VALUE_HEADS, VALUE), (VALUE_HEADS,), (VALUE_HEADS,)]
+    q, k, v, log_decay, beta = (torch.randn(B, T, *s, generator=generator, dtype=torch.float64) for s in shapes)
+    k = k + torch.randn(B, 1, KEY_HEADS, KEY, generator=generator, dtype=torch.float64)  # similar keys overwrite
+    state = torch.randn(B, VALUE_HEADS, KEY, VALUE, generator=generator, dtype=torch.float64)
+    return [x.to(dtype) for x in (q, k, v, -0.3 * F.softplus(4 * log_decay), beta.sigmoid(), state)]
+
+
+def starts_at(positions, T: int, B: int = 2) -> torch.Tensor:
+    starts = torch.zeros(B, T, dtype=torch.bool)
+    starts[:, [p for p in positions if p < T]] = True
+    return starts
+
+
+def recurrence(q, k, v, log_decay, beta, state, starts=None):
+    """The rule token by token, as the paper states it."""
+    repeats = v.size(2) // k.size(2)
+    q, k = ((x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(repeats, 2) for x in (q, k))
+    outputs = []
+    for t in range(v.size(1)):
+        if starts is not None:
+            state = torch.where(starts[:, t, None, None, None], 0.0, state)
+        state = state * log_decay[:, t, :, None, None].exp()
+        delta = beta[:, t, :, None] * (v[:, t] - torch.einsum("bhkv,bhk->bhv", state, k[:, t]))
+        state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], delta)
+        outputs.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]) * q.size(-1) ** -0.5)
+    return torch.stack(outputs, dim=1), state
+
+
+@pytest.mark.parametrize("T", [1, 5, 64, 261])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_matches_recurrence_in_fp64(T: int, is_packed: bool) -> None:
+    *inputs, state = make_inputs(T)
+    starts = starts_at(PACKED if T == 1 else PACKED[1:], T) if is_packed else None
+    if is_packed:
+        starts[1] = False  # one row of two is packed
+    for given in (state, None):
+        expected = recurrence(*inputs, torch.zeros_like(state) if given is None else given, starts)
+        torch.testing.assert_close(gated_delta_rule(*inputs, given, starts), expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("scale", [1.0, 30.0])  # of the log decay: exp underflows
+def test_rounds_like_transformers_in_fp32(scale: float) -> None:
+    rules = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    *inputs, state = make_inputs(200, torch.float32)
+    inputs[3] = scale * inputs[3]
+    options = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    chunked = rules.torch_chunk_gated_delta_rule(*inputs, **options)
+    recurrent = rules.torch_recurrent_gated_delta_rule(*inputs, **options)
+    for actual, a, b in zip(gated_delta_rule(*inputs, state), chunked, recurrent, strict=True):
+        for expected in (a, b):
+            assert (actual - expected).abs().max() <= 2 * (a - b).abs().max()
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_gradients(is_packed: bool) -> None:
+    inputs = [x.requires_grad_() for x in make_inputs(11, B=1)]
+    starts = starts_at((3, 4, 8), 11, B=1) if is_packed else None
+
+    def rule(*inputs):
+        return gated_delta_rule(*inputs, starts, chunk_size=4)
+
+    assert torch.autograd.gradcheck(rule, inputs, fast_mode=True)
+    single = [x[:, :1].detach().requires_grad_() for x in inputs[:5]]
+    assert torch.autograd.gradcheck(gated_delta_rule, (*single, inputs[5]), fast_mode=True)
+    *_, x, weight, window = conv_inputs(11)
+    inputs = [x.requires_grad_() for x in (x, weight, window)]
+    assert torch.autograd.gradcheck(lambda *inputs: causal_conv(*inputs, starts), inputs, fast_mode=True)
+
+
+def conv_inputs(T: int, dtype: torch.dtype = torch.float64, B: int = 1) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(T)
+    shapes = (B, T, CHANNELS), (CHANNELS, CONV), (B, CONV - 1, CHANNELS)
+    return tuple(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
+
+
+def test_convolution_matches_conv1d_and_keeps_the_window() -> None:
+    x, weight, window = conv_inputs(9, B=2)
+    full = torch.cat((window, x), dim=1)
+    expected = F.silu(F.conv1d(full.mT, weight[:, None], groups=CHANNELS)).mT
+    y, last = causal_conv(x, weight, window)
+    torch.testing.assert_close(y, expected, rtol=0, atol=1e-12)
+    assert torch.equal(last, full[:, -3:])
+    outputs, part = [], window
+    for size, begin in ((5, 0), (1, 5), (2, 6), (1, 8)):  # fewer tokens than the window holds
+        y, part = causal_conv(x[:, begin : begin + size], weight, part)
+        outputs.append(y)
+    torch.testing.assert_close(torch.cat(outputs, dim=1), expected, rtol=0, atol=1e-12)
+    assert torch.equal(part, last)
+
+
+def test_documents_equal_each_alone() -> None:
+    T = 261
+    *inputs, state = make_inputs(T, torch.float32)
+    x, weight, window = conv_inputs(T, torch.float32, B=2)
+    starts = starts_at(PACKED, T)
+    y, last = gated_delta_rule(*inputs, state, starts)
+    convolved, last_window = causal_conv(x, weight, window, starts)
+    for begin, end in zip(PACKED, (*PACKED[1:], T), strict=True):
+        alone, state = gated_delta_rule(*(each[:, begin:end] for each in inputs))
+        torch.testing.assert_close(y[:, begin:end], alone, rtol=0, atol=1e-6)
+        alone, window = causal_conv(x[:, begin:end], weight)
+        torch.testing.assert_close(convolved[:, begin:end], alone, rtol=0, atol=1e-6)
+    torch.testing.assert_close(last, state, rtol=0, atol=1e-6)
+    assert torch.equal(last_window, window)
+
+
+@pytest.mark.parametrize("changed", [(0, 70), (127, 128), (150, 192), (192, 261)])
+@pytest.mark.parametrize("factor", [-1.5, 1e25])
+def test_n9_a_document_changes_no_bit_of_others(changed: tuple[int, int], factor: float) -> None:
+    T, inside = 261, slice(*changed)
+    starts = starts_at(PACKED, T)
+
+    def run(change: float) -> list[torch.Tensor]:
+        inputs = make_inputs(T, torch.float32)
+        for i, x in enumerate((*inputs[:3], *([] if change == 1 else inputs[3:5]))):
+            x[:, inside] *= abs(change) if i == 3 else 0.9 if i == 4 else change
+        x, weight, window = conv_inputs(T, torch.float32, B=2)
+        x[:, inside] *= change
+        leaves = [each.requires_grad_() for each in (*inputs, x, window)]
+        y = gated_delta_rule(*inputs, starts)[0], causal_conv(x, weight, window, starts)[0]
+        directions = [torch.cos(torch.arange(each.numel()).view(each.shape).float()) for each in y]
+        gradients = torch.autograd.grad(y, leaves, directions)
+        assert all(g.isfinite().all() for g in gradients[:2])
+        per_token = [*y, *(g for g in gradients if g.size(1) == T)]
+        return [torch.cat((each[:, : changed[0]], each[:, changed[1] :]), dim=1) for each in per_token]
+
+    for before, after in zip(run(1.0), run(factor), strict=True):
+        assert before.isfinite().all() and torch.equal(before, after)
+
+
+def test_extreme_decays_and_betas_are_finite() -> None:
+    for log_decay in (0.0, -1e4, float("-inf")):
+        for beta in (0.0, 1.0):
+            *inputs, state = make_inputs(130, torch.float32)
+            inputs[3][:, 3:100:2], inputs[4][:] = log_decay, beta
+            leaves = [x.requires_grad_() for x in (*inputs, state)]
+            outputs = gated_delta_rule(*leaves, starts_at((40,), 130))
+            gradients = torch.autograd.grad(sum(x.sum() for x in outputs), leaves)
+            assert all(x.isfinite().all() for x in (*outputs, *gradients))

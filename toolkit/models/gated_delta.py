@@ -1,0 +1,352 @@
+"""The gated delta rule (Yang et al. 2024, arXiv 2412.06464) and the causal convolution of Gated DeltaNet layers.
+
+A head's state S, (key_size, value_size), stores values by key. Token t decays it by a_t, in (0, 1], and replaces the
+fraction b_t of the value that is stored under its key:
+
+    S_t = a_t S_(t-1) + b_t k_t (v_t - a_t S_(t-1)^T k_t)^T
+    y_t = S_t^T q_t
+
+Tokens are computed in chunks (WY form, Yang et al. 2024, arXiv 2406.06484). With S the state before a chunk, D_ij the
+decay from token j to token i, g_i the decay from the chunk's begin to token i, and rows of matrices being tokens:
+
+    A = I + tril(b_i D_ij k_i k_j, -1)
+    U = A^-1 (b v),  W = A^-1 (b g k)
+    N = U - W S                            what each token adds under its key
+    Y = g (Q S) + (D * Q K^T) N
+    S' = g_end S + (D_end K)^T N
+
+Only N and S' depend on the chunk before, so a loop over chunks computes two products each. D is zero between tokens of
+different documents; all else follows.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+_EPS = 1e-6  # of the L2 norm, added to the sum of squares
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    state: Tensor | None = None,
+    starts: Tensor | None = None,
+    chunk_size: int = 64,
+) -> tuple[Tensor, Tensor]:
+    """Compute the gated delta rule in fp32, or in fp64 for fp64 inputs.
+
+    Args:
+        q, k: (B, T, n_key_heads, key_size). They are L2-normalized here, and q is scaled by key_size**-0.5.
+        v: (B, T, n_value_heads, value_size). Consecutive value heads share a key head.
+        log_decay: (B, T, n_value_heads), ln a_t, at most 0.
+        beta: (B, T, n_value_heads), b_t, in [0, 1].
+        state: (B, n_value_heads, key_size, value_size), the state before the first token; None for zeros.
+        starts: (B, T), bool: True at the first token of a document, which nothing before it influences.
+        chunk_size: Tokens per chunk.
+
+    Returns:
+        y, like v, and the state after the last token, in fp32 (fp64).
+    """
+    if q.size(1) == 1 and state is not None:
+        return _one_token(q, k, v, log_decay, beta, state, starts)
+    return _delta_rule(q, k, v, log_decay, beta, state, starts, chunk_size)
+
+
+def _one_token(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor, starts: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    dtype, repeats = _compute_dtype(v), v.size(2) // k.size(2)
+    if starts is not None:
+        state = state.masked_fill(starts[..., None, None], 0)
+    q, k = (_normalized(x[:, 0].to(dtype)).repeat_interleave(repeats, dim=1)[..., None] for x in (q, k))
+    state = state.to(dtype) * log_decay[:, 0, :, None, None].to(dtype).exp()
+    delta = (v[:, 0].to(dtype) - (state * k).sum(-2)) * beta[:, 0, :, None].to(dtype)
+    state = state + k * delta[..., None, :]  # no matmul: autocast would round it
+    y = (state * (q * q.size(-2) ** -0.5)).sum(-2)
+    return y[:, None].to(v.dtype), state
+
+
+# Custom operators, because a compiler would unroll the loop over chunks, and autograd would save its intermediates.
+@torch.library.custom_op("toolkit::gated_delta_rule", mutates_args=())
+def _delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    state: Tensor | None,
+    starts: Tensor | None,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor]:
+    """See :func:`gated_delta_rule`."""
+    with torch.autocast(v.device.type, enabled=False):
+        chunks = _prepare(q, k, v, log_decay, beta, starts, chunk_size)
+        new, states, last = _scan(chunks, state)
+        y = chunks.from_start * (chunks.q @ states) + ((chunks.q @ chunks.k.mT) * chunks.decay) @ new
+        return _joined(y, v), last.clone()
+
+
+@_delta_rule.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    shape = (v.size(0), v.size(2), k.size(3), v.size(3))
+    return v.new_empty(v.shape), v.new_empty(shape, dtype=_compute_dtype(v))
+
+
+@torch.library.custom_op("toolkit::gated_delta_rule_backward", mutates_args=())
+def _delta_rule_backward(
+    grad: Tensor,
+    grad_last: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    state: Tensor | None,
+    starts: Tensor | None,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k, v, log_decay, beta and the state before the first token.
+
+    The states are recomputed: saved, they would need more memory than all inputs.
+    """
+    with torch.autocast(v.device.type, enabled=False):
+        return _gradients(grad, grad_last, q, k, v, log_decay, beta, state, starts, chunk_size)
+
+
+@_delta_rule_backward.register_fake
+def _(
+    grad: Any, grad_last: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, *_: Any
+) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in (q, k, v, log_decay, beta, grad_last))
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.chunk_size = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, grad: Tensor, grad_last: Tensor) -> tuple[Tensor | None, ...]:
+    saved = ctx.saved_tensors  # read only once, because activation checkpointing recomputes them
+    *gradients, grad_state = _delta_rule_backward(grad, grad_last, *saved, ctx.chunk_size)
+    return *gradients, None if saved[5] is None else grad_state, None, None
+
+
+_delta_rule.register_autograd(_backward, setup_context=_setup_context)
+
+
+class _Chunks(NamedTuple):
+    """Inputs in chunks: shapes start with (chunks, B, n_key_heads, value heads per key head).
+
+    Args:
+        q, k: (..., 1, C, key_size), normalized; q is scaled.
+        v: (..., C, value_size).
+        beta: (..., C, 1).
+        decay: (..., C, C): D_ij, zero unless j <= i are tokens of one document.
+        from_start: (..., C, 1): decay from the state before the chunk to each token; zero in later documents.
+        system: (..., C, C): b_i D_ij k_i k_j, whose lower triangle is that of A.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor
+    decay: Tensor
+    from_start: Tensor
+    system: Tensor
+
+    @property
+    def to_end(self) -> Tensor:
+        """(..., C, 1): decay from each token to the chunk's last."""
+        return self.decay[..., -1, :, None]
+
+    @property
+    def total(self) -> Tensor:
+        """(..., 1, 1): decay of the state over the chunk."""
+        return self.from_start[..., -1:, :]
+
+
+def _prepare(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, starts: Tensor | None, chunk_size: int
+) -> _Chunks:
+    size = min(chunk_size, v.size(1))
+    q, k = (_normalized(_split(x, v, size, k.size(2))) for x in (q, k))
+    q = q * q.size(-1) ** -0.5
+    v, beta, log_decay = (_split(x, v, size, k.size(2)) for x in (v, beta[..., None], log_decay[..., None]))
+    is_same = torch.ones(size, size, dtype=torch.bool, device=v.device).tril()
+    from_start = log_decay.cumsum(-2)
+    if starts is not None:
+        starts = F.pad(starts, (0, -starts.size(1) % size))
+        document = _split(starts.cumsum(1)[..., None, None], starts, size, 1)
+        before = torch.cat((torch.zeros_like(document[:1, ..., :1, :]), document[:-1, ..., -1:, :]))
+        is_same = is_same & (document == document.mT)
+        from_start = from_start.masked_fill(document != before, float("-inf"))
+    # Sums of the tokens between j and i, not differences of sums from the start: these would round to the size of the
+    # largest sum, be NaN for decays of zero, and depend on other documents.
+    between = log_decay.expand(*log_decay.shape[:-1], size).tril(-1).cumsum(-2)
+    decay = between.masked_fill_(~is_same, float("-inf")).exp_()
+    return _Chunks(q, k, v, beta, decay, from_start.exp(), beta * (k @ k.mT) * decay)
+
+
+def _scan(chunks: _Chunks, state: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what each token adds, (..., C, value_size), the state before each chunk, and the last state."""
+    k, v, width = chunks.k, chunks.v, chunks.v.size(-1)
+    right = torch.cat((chunks.beta * v, chunks.beta * chunks.from_start * k), dim=-1)
+    solved = torch.linalg.solve_triangular(chunks.system, right, upper=False, unitriangular=True)
+    shape = *v.shape[:-2], k.size(-1), width
+    states = v.new_zeros(shape) if state is None else v.new_empty(shape)
+    if state is not None:
+        states[0] = state.reshape(shape[1:])
+    new, keys, last = solved[..., :width].contiguous(), chunks.to_end * k, states[0]
+    for i, key in enumerate(keys):
+        states[i] = last
+        new[i] -= solved[i, ..., width:] @ last
+        last = chunks.total[i] * last + key.mT @ new[i]
+    return new, states, last.flatten(1, 2)
+
+
+def _gradients(
+    grad: Tensor, grad_last: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor,
+    state: Tensor | None, starts: Tensor | None, chunk_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """See :func:`_delta_rule_backward`. Letters are those of the module's docstring."""
+    c = _prepare(q, k, v, log_decay, beta, starts, chunk_size)
+    new, states, _ = _scan(c, state)
+    grad = _split(grad, v, new.size(-2), k.size(2))
+    scores, similar, keys = c.q @ c.k.mT, c.k @ c.k.mT, c.to_end * c.k
+    from_keys = torch.linalg.solve_triangular(
+        c.system, c.beta * c.from_start * c.k, upper=False, unitriangular=True
+    )  # W
+    # the scan in reverse: gradients of N, and of the state after each chunk
+    grad_new = (scores * c.decay).mT @ grad
+    grad_states, grad_before = torch.empty_like(states), (c.from_start * c.q).mT @ grad
+    later = grad_last.reshape(states.shape[1:])
+    for i in reversed(range(len(states))):
+        grad_states[i] = later
+        grad_new[i] += keys[i] @ later
+        later = c.total[i] * later + grad_before[i] - from_keys[i].mT @ grad_new[i]
+    # N = A^-1 b E with E = v - g (K S)
+    read = c.k @ states
+    error = c.v - c.from_start * read
+    grad_right = torch.linalg.solve_triangular(c.system.mT, grad_new, upper=True, unitriangular=True)
+    grad_system = -(grad_right @ new.mT).tril(-1)
+    grad_scores = (grad @ new.mT) * c.decay
+    grad_similar = grad_system * c.beta * c.decay
+    grad_error = c.beta * grad_right
+    grad_read = c.from_start * grad_error
+    by_state, by_end = grad @ states.mT, new @ grad_states.mT
+    grad_q = grad_scores @ c.k + c.from_start * by_state
+    grad_k = grad_scores.mT @ c.q + (grad_similar + grad_similar.mT) @ c.k - grad_read @ states.mT + c.to_end * by_end
+    grad_beta = (grad_right * error).sum(-1, keepdim=True) + (grad_system * similar * c.decay).sum(-1, keepdim=True)
+    # of ln D and ln g
+    grad_decay = grad_scores * scores + grad_similar * similar
+    grad_decay[..., -1, :] += (c.to_end * c.k * by_end).sum(-1)
+    grad_start = c.from_start * (by_state * c.q).sum(-1, keepdim=True) - (grad_read * read).sum(-1, keepdim=True)
+    grad_start[..., -1:, :] += c.total * (grad_states * states).sum((-1, -2), keepdim=True)
+    upper = torch.ones_like(c.decay[0, 0, 0, 0]).triu()
+    grad_log = (upper @ grad_decay).tril(-1).sum(-1, keepdim=True) + upper @ grad_start
+    grad_q, grad_k = (
+        _normalized_backward(_split(x, v, new.size(-2), k.size(2)), g.sum(3, keepdim=True), scale)
+        for x, g, scale in ((q, grad_q, q.size(-1) ** -0.5), (k, grad_k, 1.0))
+    )
+    return (
+        _joined(grad_q, q),
+        _joined(grad_k, k),
+        _joined(grad_error, v),
+        _joined(grad_log, log_decay[..., None]).squeeze(-1),
+        _joined(grad_beta, beta[..., None]).squeeze(-1),
+        later.flatten(1, 2).clone(),
+    )
+
+
+def _compute_dtype(v: Tensor) -> torch.dtype:
+    return torch.promote_types(v.dtype, torch.float32)
+
+
+def _split(x: Tensor, v: Tensor, size: int, n_key_heads: int) -> Tensor:
+    """(B, T, heads, width) -> (chunks, B, n_key_heads, heads per key head, size, width), padded with zeros."""
+    dtype = x.dtype if v.dtype == torch.bool else _compute_dtype(v)
+    x = F.pad(x, (0, 0, 0, 0, 0, -x.size(1) % size)).unflatten(1, (-1, size)).unflatten(3, (n_key_heads, -1))
+    return x.permute(1, 0, 3, 4, 2, 5).to(dtype, memory_format=torch.contiguous_format)
+
+
+def _joined(x: Tensor, like: Tensor) -> Tensor:
+    """Invert :func:`_split`."""
+    x = x.permute(1, 0, 4, 2, 3, 5).flatten(1, 2).flatten(2, 3)
+    return x[:, : like.size(1)].to(like.dtype, memory_format=torch.contiguous_format)
+
+
+def _normalized(x: Tensor) -> Tensor:
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _EPS)
+
+
+def _normalized_backward(x: Tensor, grad: Tensor, scale: float) -> Tensor:
+    factor = torch.rsqrt((x * x).sum(-1, keepdim=True) + _EPS)
+    unit = x * factor
+    return scale * factor * (grad - unit * (unit * grad).sum(-1, keepdim=True))
+
+
+def causal_conv(
+    x: Tensor, weight: Tensor, window: Tensor | None = None, starts: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return silu(convolution) of each channel over its last conv_size tokens, computed in fp32 (fp64).
+
+    Args:
+        x: (B, T, channels).
+        weight: (channels, conv_size); the last column is of the current token.
+        window: (B, conv_size - 1, channels), the inputs before x; None for zeros.
+        starts: See :func:`gated_delta_rule`.
+
+    Returns:
+        The output, like x, and the window after the last token: zero for tokens before the last start.
+    """
+    n = weight.size(1) - 1
+    if window is None:
+        window = x.new_zeros(x.size(0), n, x.size(2))
+    documents = None if starts is None else F.pad(starts.cumsum(1), (n, 0))
+    y = _CausalConv.apply(torch.cat((window, x), dim=1), weight, documents)
+    window = torch.cat((window, x[:, -n:]), dim=1)[:, -n:]
+    if documents is not None:
+        window = window.masked_fill((documents[:, -n:] != documents[:, -1:])[..., None], 0)
+    return y, window
+
+
+class _CausalConv(torch.autograd.Function):
+    """Convolve (B, conv_size - 1 + T, channels) with documents' ids, like it or None. Saves only its inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, documents: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight, documents)
+        return F.silu(_convolved(x, weight, documents)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, documents = ctx.saved_tensors
+        sums = _convolved(x, weight, documents)
+        gate = sums.sigmoid()
+        grad = grad * gate * (1 + sums * (1 - gate))
+        T, grad_x, grad_weight = grad.size(1), torch.zeros_like(x, dtype=grad.dtype), []
+        for i, column in enumerate(weight.unbind(1)):
+            tap = grad if documents is None else grad.masked_fill(_is_other(documents, i, T), 0)
+            grad_x[:, i : i + T] += tap * column
+            grad_weight.append((tap * x[:, i : i + T]).sum((0, 1)))
+        return grad_x.to(x.dtype), torch.stack(grad_weight, dim=1).to(weight.dtype), None
+
+
+def _convolved(x: Tensor, weight: Tensor, documents: Tensor | None) -> Tensor:
+    T, x = x.size(1) - weight.size(1) + 1, x.to(_compute_dtype(x))
+    taps = (x[:, i : i + T] for i in range(weight.size(1)))
+    if documents is not None:
+        taps = (tap.masked_fill(_is_other(documents, i, T), 0) for i, tap in enumerate(taps))
+    return torch.stack([tap * column for tap, column in zip(taps, weight.unbind(1), strict=True)]).sum(0)
+
+
+def _is_other(documents: Tensor, tap: int, T: int) -> Tensor:
+    """(B, T, 1): whether tap i of each token is in another document."""
+    return (documents[:, tap : tap + T] != documents[:, -T:])[..., None]
