@@ -1,0 +1,174 @@
+"""Models of random sizes and options that no test lists, by model type: transformers' and toolkit's with equal weights.
+
+To add a model type, write a function from a random generator to transformers' config, and add it to ``MODEL_TYPES``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.tiny_models import randomize
+from toolkit.checkpoints.folder import load_model
+from toolkit.checkpoints.hf.import_hf import import_hf
+from toolkit.models.gpt import GPT
+
+transformers = pytest.importorskip("transformers")
+
+SEEDS, FAST_SEEDS = range(12), range(3)
+TOKENS = 90  # ids below this are in every vocabulary
+
+
+@dataclass(frozen=True)
+class ModelType:
+    """How a model type is tested.
+
+    Args:
+        make: Makes transformers' config; contexts must have 64 tokens or more.
+        logits: Largest difference of logits from transformers, relative to the largest logit.
+        gradients: Largest difference of a tensor's gradient, relative to its norm.
+        bf16: Largest typical error in bf16, relative to transformers' error.
+        parts: Largest fp32 difference of logits of a row read in parts, or packed with others, from those of the row
+            alone, relative to the largest logit.
+        curve: Largest relative difference of the losses of 20 steps.
+        dtype: Dtype in which logits and gradients are compared.
+        exactly: Context in which transformers computes in ``dtype``, where its classes convert to fp32.
+        second_form: Context in which transformers computes another form of the same. With it, fp32 logits must differ
+            from transformers' at most twice as much as its forms do from each other.
+        from_pretrained: Loads transformers' model from a folder.
+    """
+
+    make: Callable[[Random], Any]
+    logits: float = 2e-5
+    gradients: float = 3e-4
+    bf16: float = 1.5
+    parts: float = 2e-5
+    curve: float = 2e-5
+    dtype: torch.dtype = torch.float32
+    exactly: Callable[[], AbstractContextManager[Any]] = nullcontext
+    second_form: Callable[[], AbstractContextManager[Any]] | None = None
+    from_pretrained: Callable[..., Any] = transformers.AutoModelForCausalLM.from_pretrained
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two models with equal weights, in fp32; tests may only change their mode."""
+
+    kind: ModelType
+    hf: Any
+    native: GPT
+    hf_dir: Path
+    """Folder that transformers wrote."""
+    native_dir: Path
+    """Checkpoint that :func:`import_hf` made of it."""
+
+    def hf_in(self, dtype: torch.dtype) -> Any:
+        """Return transformers' model in another dtype."""
+        return self.hf if dtype == torch.float32 else self.kind.from_pretrained(self.hf_dir, dtype=dtype).eval()
+
+    def native_in(self, dtype: torch.dtype) -> GPT:
+        """Return toolkit's model in another dtype."""
+        return self.native if dtype == torch.float32 else load_model(self.native_dir).to(dtype).eval()
+
+
+def make_pair(name: str, seed: int, folder: Path) -> Pair:
+    """Write a random model of a model type, with transformers, and import it."""
+    kind = MODEL_TYPES[name]
+    config = kind.make(Random(f"{name} {seed}"))
+    assert config.model_type == name
+    # toolkit's load-balancing loss is computed per row, transformers' over the batch
+    config.router_aux_loss_coef = 0.0
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    randomize(model, seed)
+    hf_dir, native_dir = folder / "hf", folder / "native"
+    model.save_pretrained(hf_dir)
+    import_hf(hf_dir, native_dir)
+    return Pair(kind, model, load_model(native_dir).eval(), hf_dir, native_dir)
+
+
+def decoder(r: Random) -> dict[str, Any]:
+    """Return the keys that most decoders share, without RoPE."""
+    n_head = r.choice([2, 4, 6])
+    return {
+        "hidden_size": 8 * r.randint(3, 8),
+        "intermediate_size": 8 * r.randint(3, 10),
+        "num_hidden_layers": r.randint(2, 4),
+        "num_attention_heads": n_head,
+        "num_key_value_heads": r.choice([n for n in (1, 2, 3, 4, 6) if n_head % n == 0]),
+        "vocab_size": r.randint(TOKENS, 140),
+        "max_position_embeddings": r.choice([64, 100]),
+        "rms_norm_eps": r.choice([1e-6, 1e-5, 1e-3]),
+        "tie_word_embeddings": r.random() < 0.3,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": None,
+    }
+
+
+def rope(r: Random, **options: Any) -> dict[str, Any]:
+    """Return ``rope_parameters`` of any type, with further ``options``."""
+    theta = r.choice([100.0, 500.0, 10000.0])
+    kinds = [
+        {"rope_type": "default"},
+        {"rope_type": "linear", "factor": r.choice([2.0, 4.0])},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32.0,
+         "beta_slow": 1.0},
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+         "original_max_position_embeddings": 32},
+    ]  # fmt: skip
+    return r.choice(kinds) | {"rope_theta": theta} | options
+
+
+def experts(r: Random, n: str, k: str) -> dict[str, Any]:
+    """Return the sizes of experts. ``n`` and ``k`` are the keys of their number, and of those per token."""
+    count = r.choice([4, 6, 8])
+    return {n: count, k: r.randint(1, count // 2), "moe_intermediate_size": 8 * r.randint(1, 5)}
+
+
+def groups(r: Random, n_expert: int, k: int) -> dict[str, int]:
+    """Return the groups of DeepSeek-V3's routing, each with two experts or more."""
+    n = r.choice([n for n in (1, 2, 3, 4) if n_expert % n == 0 and n_expert // n >= 2])
+    return {"n_group": n, "topk_group": r.choice([i for i in range(1, n + 1) if i * n_expert // n >= k])}
+
+
+def qwen3_moe(r: Random) -> Any:
+    return transformers.Qwen3MoeConfig(
+        **decoder(r),
+        **experts(r, "num_experts", "num_experts_per_tok"),
+        head_dim=r.choice([8, 16, 24]),
+        norm_topk_prob=r.random() < 0.5,
+        mlp_only_layers=r.choice([[], [0], [1]]),
+        rope_parameters=rope(r),
+    )
+
+
+def deepseek_v3(r: Random) -> Any:
+    sizes, routed = decoder(r), experts(r, "n_routed_experts", "num_experts_per_tok")
+    sizes["num_key_value_heads"] = sizes["num_attention_heads"]
+    scaling = r.choice([{"rope_type": "default"}, {"rope_type": "yarn", "factor": 4.0,
+        "original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": r.choice([0.7, 1.0])}])  # fmt: skip
+    return transformers.DeepseekV3Config(
+        **sizes,
+        **routed,
+        **groups(r, routed["n_routed_experts"], routed["num_experts_per_tok"]),
+        q_lora_rank=r.choice([None, 24]),
+        kv_lora_rank=r.choice([8, 16]),
+        qk_nope_head_dim=r.choice([8, 12]),
+        qk_rope_head_dim=r.choice([4, 8]),
+        v_head_dim=r.choice([8, 20]),
+        n_shared_experts=r.randint(1, 2),
+        first_k_dense_replace=r.randint(0, 2),
+        norm_topk_prob=r.random() < 0.5,
+        routed_scaling_factor=r.choice([1.0, 2.5]),
+        rope_parameters=scaling | {"rope_theta": 500.0},
+    )
+
+
+MODEL_TYPES = {"deepseek_v3": ModelType(deepseek_v3), "qwen3_moe": ModelType(qwen3_moe)}
