@@ -97,10 +97,14 @@ def make_experts(config: ModelConfig) -> nn.Module:
 
 
 class BlockInputs(NamedTuple):
-    """Inputs shared by all blocks of a forward pass. For the last two, see :class:`Block`."""
+    """Inputs shared by all blocks of a forward pass. For ``token_mask`` and ``dropout_bits``, see :class:`Block`.
+
+    ``per_layer`` has an input of each block (Gemma 4).
+    """
 
     masks: MaskBuilder
     ropes: dict[int, RotaryEmbedding]
     kv_cache: KVCache | None
     token_mask: Tensor | None = None
     dropout_bits: Tensor | None = None
+    per_layer: tuple[Tensor, ...] | None = None

@@ -60,9 +60,9 @@ def flops_per_token(
     """Return FLOPs per token: 6 x matmul parameters + 12 x layers x d x T (PaLM, arXiv 2204.02311, appendix B).
 
     This counts the forward and backward pass. ``d`` is heads x head size and T the sequence length; if the widths of
-    values and keys differ, d is their mean. If layers differ, each counts with its own d. Frozen parameters count 4 times instead of 6, because they have no
-    gradient. ``causal`` halves the attention term, as in a causal kernel. Recomputation does not count.
-    ``forward_only`` counts a forward pass: a third, or half of frozen parameters.
+    values and keys differ, d is their mean. Each layer counts with its d. Frozen parameters count 4 times instead of 6,
+    because they have no gradient. ``causal`` halves the attention term, as in a causal kernel. Recomputation does not
+    count. ``forward_only`` counts a forward pass: a third, or half of frozen parameters.
     """
     layers = (config.layer(i) for i in range(config.n_layer))
     attention = 6 * sum(layer.n_head * (layer.head_size + layer.value_size) for layer in layers) * seq_length

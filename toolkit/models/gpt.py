@@ -293,18 +293,24 @@ class GPT(nn.Module, metaclass=InitializedModel):
         The first layer gets ``kv_source``, see :class:`Block`. Returns the residual stream after the layers and the
         load-balancing losses of the MoE layers.
         """
-        blocks = self.blocks
         balancing_losses: list[Tensor] = []
         for i in layers:
-            block, cache = blocks[i], None if inputs.kv_cache is None else inputs.kv_cache[i]
-            masks, rope = inputs.masks, inputs.ropes.get(block.rope_index)
-            attn_mask = masks.for_linear_attention() if block.uses_linear_attention else masks.for_window(block.window)
-            bits = block.dropout_bits.tokens = None if inputs.dropout_bits is None else derive(inputs.dropout_bits, i)
-            x = block(x, attn_mask, rope, cache, inputs.token_mask, kv_source if i == layers[0] else None, bits)
+            x = self.run_block(i, x, inputs, kv_source if i == layers[0] else None)
             if isinstance(x, tuple):
                 x, balancing_loss = x
                 balancing_losses.append(balancing_loss)
         return x, balancing_losses
+
+    def run_block(
+        self, layer: int, x: Tensor, inputs: BlockInputs, kv_source: Tensor | None = None, **others: Any
+    ) -> Any:
+        """Run one block, see :class:`Block`. ``others`` are arguments of a subclass's block."""
+        block, masks, rope = self.blocks[layer], inputs.masks, inputs.ropes.get(self.config.rope_index(layer))
+        has_cache = inputs.kv_cache is not None and layer < self.config.n_cached_layer
+        cache = inputs.kv_cache[layer] if has_cache else None
+        attn_mask = masks.for_linear_attention() if block.uses_linear_attention else masks.for_window(block.window)
+        bits = block.dropout_bits.tokens = None if inputs.dropout_bits is None else derive(inputs.dropout_bits, layer)
+        return block(x, attn_mask, rope, cache, inputs.token_mask, kv_source, bits, **others)
 
     def logits(self, x: Tensor) -> Tensor:
         """Return logits, (B, T, padded_vocab_size), from the last block's output, (B, T, n_embd).

@@ -4,6 +4,7 @@
 |---|---|
 | weights of norms (:data:`NORMS`) | 1; 0 with norm_offset |
 | all biases, ``mlp.correction`` | 0 |
+| ``layer_scalar``, ``mlp.gate_scale``, ``mlp.expert_scale`` | 1 |
 | ``mlp.alpha_p``, ``mlp.alpha_n`` (slopes of 0.8 after softplus and beta), ``mlp.beta``, ``mlp.eps`` | :data:`XIELU` |
 | ``attn.proj.weight``, ``mlp.*proj.weight`` (outputs to the residual stream) | normal, 0.02 / sqrt(2 n_layer) |
 | all other weights (``wte``, ``wpe``, ``attn.qkv``, ``mlp.*fc*``, ``mlp.*gate``, ``lm_head``, ...) | normal, 0.02 |
@@ -34,6 +35,7 @@ DRAWN_NUMEL = 1 << 30
 XIELU = {"alpha_p": math.log(math.expm1(0.8)), "alpha_n": math.log(math.expm1(0.8 - 0.5)), "beta": 0.5, "eps": -1e-6}
 NORMS = (
     "norm_1", "norm_2", "post_attention_norm", "post_mlp_norm", "norm_q", "norm_k", "q_a_norm", "kv_a_norm", "ln_f",
+    "per_layer_norm", "post_per_layer_norm", "experts_norm", "post_experts_norm", "post_dense_norm",
 )  # fmt: skip
 
 
@@ -42,6 +44,8 @@ def draw(name: str, shape: torch.Size | tuple[int, ...], *, seed: int, config: M
     module, _, kind = name.rpartition(".")
     if kind in ("bias", "correction"):
         return torch.zeros(shape, device="cpu")
+    if kind in ("layer_scalar", "gate_scale", "expert_scale"):
+        return torch.ones(shape, device="cpu")
     if kind in XIELU:
         return torch.full(shape, XIELU[kind], device="cpu")
     if module.rpartition(".")[2] in NORMS:

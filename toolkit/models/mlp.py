@@ -26,8 +26,8 @@ class LLaMAMLP(nn.Module):
 class GemmaMLP(LLaMAMLP):
     """GeGLU (Shazeer 2020): proj(gelu(fc_1(x)) * fc_2(x)), with the exact gelu or its tanh approximation."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: ModelConfig, intermediate_size: int | None = None) -> None:
+        super().__init__(config, intermediate_size)
         self.gelu_approximate = config.gelu_approximate
 
     def forward(self, x: Tensor) -> Tensor:

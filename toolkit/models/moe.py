@@ -197,6 +197,14 @@ class LLaMAMoE(nn.Module):
     def forward(self, x: Tensor, token_mask: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """(B, T, n_embd) -> (B, T, n_embd); with ``token_mask`` (B, T) also :func:`load_balancing_loss`, (B,)."""
         probabilities, weights, topk_indices = self._route(x)
+        y = self.mix(x, weights, topk_indices)
+        if self.shared_expert is not None:
+            shared = self.shared_expert(x)
+            y = y + (shared if self.shared_expert_gate is None else torch.sigmoid(self.shared_expert_gate(x)) * shared)
+        return y if token_mask is None else (y, load_balancing_loss(probabilities, topk_indices, token_mask))
+
+    def mix(self, x: Tensor, weights: Tensor, topk_indices: Tensor) -> Tensor:
+        """Return the sum of the experts' outputs for x, (B, T, n_embd), with the router's weights and indices."""
         outputs = self.experts(x.to(matmul_dtype(x)).flatten(0, -2), topk_indices.flatten(0, -2))  # (B * T, k, n_embd)
         weights = weights.flatten(0, -2).to(outputs.dtype)
         n, k = weights.shape
@@ -209,11 +217,7 @@ class LLaMAMoE(nn.Module):
             y = torch.bmm(blocks, outputs.view(len(blocks), 8 * k, -1))
         else:
             y = (weights.unsqueeze(2) * outputs).sum(1, dtype=weights.dtype)
-        y = y.view(x.shape)
-        if self.shared_expert is not None:
-            shared = self.shared_expert(x)
-            y = y + (shared if self.shared_expert_gate is None else torch.sigmoid(self.shared_expert_gate(x)) * shared)
-        return y if token_mask is None else (y, load_balancing_loss(probabilities, topk_indices, token_mask))
+        return y.view(x.shape)
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(B, T, n_embd) -> router probabilities (B, T, n_expert), top-k weights and top-k indices (B, T, k).

@@ -1,8 +1,9 @@
 """Registry of model families: named configurations, and import from and export to Hugging Face.
 
 A family is a module with ``CONFIGS``, ``ALIASES``, ``from_hf_config(config_json)``, ``to_hf_config(config)`` and
-``weight_map(config)``. It also defines ``is_unused(name, config)`` if checkpoints contain extra weights. To add a
-family, add a file here and an entry in :data:`FAMILIES`.
+``weight_map(config)``. It also defines ``is_unused(name, config)`` if checkpoints contain extra weights, and
+``normalize(config_json)`` if ``config.json`` has several forms. To add a family, add a file here and an entry in
+:data:`FAMILIES`.
 
 A config can be exported if ``from_hf_config`` reads the same model from ``to_hf_config``'s values: what the family's
 Hugging Face class does not support, ``from_hf_config`` must not read.
@@ -41,7 +42,8 @@ FAMILIES: dict[str, str] = {
         "llama": ("llama",), "smollm3": ("smollm3",), "mistral": ("mistral", "ministral", "ministral3"),
         "mixtral": ("mixtral",),
         "qwen2": ("qwen2",), "qwen3": ("qwen3",), "qwen_moe": ("qwen2_moe", "qwen3_moe"),
-        "gemma": ("gemma", "gemma2", "gemma3_text"), "phi": ("phi",), "phi3": ("phi3",), "gpt_neox": ("gpt_neox",),
+        "gemma": ("gemma", "gemma2", "gemma3_text"), "gemma4": ("gemma4_text",), "phi": ("phi",), "phi3": ("phi3",),
+        "gpt_neox": ("gpt_neox",),
         "gpt2": ("gpt2",), "falcon": ("falcon",), "olmo": ("olmo", "olmo2", "olmo3"), "stablelm": ("stablelm",),
         "granite": ("granite", "granitemoe"), "starcoder2": ("starcoder2",), "gpt_oss": ("gpt_oss",),
         "deepseek": ("deepseek_v2", "deepseek_v3"), "glm": ("glm", "glm4"), "seed_oss": ("seed_oss",),
@@ -52,7 +54,7 @@ FAMILIES: dict[str, str] = {
 }  # fmt: skip
 
 # model_type of multimodal models -> model types of their text model, which is read from text_config
-MULTIMODAL = {"gemma3": ("gemma3_text",), "mistral3": ("mistral", "ministral3")}
+MULTIMODAL = {"gemma3": ("gemma3_text",), "gemma4": ("gemma4_text",), "mistral3": ("mistral", "ministral3")}
 # Weights of a multimodal model outside its text model: vision, audio, and what projects them to the text's embeddings.
 _OTHER_MODALITIES = (
     "vision_tower.",
@@ -216,6 +218,8 @@ class Family:
 
     def from_hf_config(self, config_json: Fields) -> ModelConfig:
         """Return the configuration of a language model in ``config.json``."""
+        if hasattr(self.module, "normalize"):
+            config_json = self.module.normalize(config_json)
         hf_keys.require_types(config_json)
         hf_config.require_hf(config_json, is_causal=(True,), per_layer_config=(None,))
         return self.module.from_hf_config(config_json)

@@ -48,7 +48,7 @@ _TYPES: tuple[tuple[Callable[[Any], bool], str, tuple[str, ...]], ...] = (
     (lambda v: isinstance(v, bool), "true or false", (
         "attention_bias", "mlp_bias", "qkv_bias", "use_qkv_bias", "use_bias", "bias", "alibi",
         "use_sliding_window", "use_parallel_residual", "parallel_attn", "new_decoder_architecture", "multi_query",
-        "qk_layernorm", "norm_topk_prob", "is_causal", "use_bidirectional_attention", "rope_interleave",
+        "qk_layernorm", "norm_topk_prob", "is_causal", "rope_interleave",
         "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "add_cross_attention", "output_router_logits",
         "attention_out_bias",
     )),
@@ -58,7 +58,7 @@ _TYPES: tuple[tuple[Callable[[Any], bool], str, tuple[str, ...]], ...] = (
 )  # fmt: skip
 _NULLABLE = {
     "num_kv_heads", "ffn_hidden_size", "num_ln_in_parallel_attn", "n_group", "first_k_dense_replace", "norm_topk_prob",
-    "use_bidirectional_attention", "rope_interleave", "original_max_position_embeddings", "rope_scaling",
+    "rope_interleave", "original_max_position_embeddings", "rope_scaling",
     "rope_parameters", "layer_types", "no_rope_layers", "mlp_only_layers",
 }  # fmt: skip
 _INTEGERS = {key for *_, keys in _TYPES[:2] for key in keys}
