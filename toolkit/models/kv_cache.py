@@ -84,7 +84,7 @@ class StateCache:
 
 class KVCache:
     """One :class:`LayerCache` per layer, allocated for ``max_length`` positions; with linear attention,
-    :class:`StateCache`. ``tensor_ranks`` divide the heads.
+    :class:`StateCache`. Layers that share keys and values have none. ``tensor_ranks`` divide the heads.
 
     Memory: 2 x n_layer x batch_size x n_query_groups x max_length x head_size x bytes of ``dtype``; with latent
     attention, n_layer x batch_size x max_length x (kv_lora_rank + qk_rope_head_dim) x bytes. A layer with linear
@@ -111,11 +111,6 @@ class KVCache:
         dtype: torch.dtype = torch.float32,
         tensor_ranks: int = 1,
     ) -> None:
-        assert config.n_query_groups is not None and config.head_size is not None  # set by ModelConfig
-        groups, widths = config.n_query_groups // tensor_ranks, (config.head_size, config.head_size)
-        if (latent := config.latent_attention) is not None:
-            groups, widths = 1, (latent["kv_lora_rank"], latent["qk_rope_head_dim"])
-        shape = (batch_size, groups, max_length)
         self.long_rows: list[bool] | None = None  # see decode.prefill
         self.prompt: Tensor | None = None
         self.seed = 0
@@ -124,11 +119,18 @@ class KVCache:
         self.sequence_length: int | Tensor | None = None
         self.capacity, self.device = max_length, torch.device(device)
         self._saved: tuple[int, list[Tensor]] = 0, []
+
+        def layer_cache(layer: ModelConfig) -> LayerCache:
+            groups, widths = layer.n_query_groups // tensor_ranks, (layer.head_size, layer.head_size)
+            if (latent := layer.latent_attention) is not None:
+                groups, widths = 1, (latent["kv_lora_rank"], latent["qk_rope_head_dim"])
+            return LayerCache((batch_size, groups, max_length), widths, device, dtype)
+
         self.layers = [
             StateCache(config.linear_attention, batch_size, device, dtype)
             if config.linear_attention is not None and config.has_linear_attention(layer)
-            else LayerCache(shape, widths, device, dtype)
-            for layer in range(config.n_layer)
+            else layer_cache(config.layer(layer))
+            for layer in range(config.n_cached_layer)
         ]
 
     def __getitem__(self, layer: int) -> LayerCache | StateCache:
