@@ -55,6 +55,12 @@ DEEPSEEK = {
     **LLAMA, **NO_PAD, "num_key_value_heads": 4, "moe_intermediate_size": 32, "n_routed_experts": 8, "kv_lora_rank": 16,
     "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
 }  # fmt: skip
+GLM4_MOE = {
+    **GROUPED, "head_dim": 16, "moe_intermediate_size": 32, "n_routed_experts": 8, "num_experts_per_tok": 3,
+}  # fmt: skip
+GLM4_MOE_LITE = {
+    **DEEPSEEK, "bos_token_id": 0, "q_lora_rank": 24, "v_head_dim": 16, "num_experts_per_tok": 3,
+}  # fmt: skip
 GLM4 = {**GROUPED, "pad_token_id": None, "eos_token_id": 1}
 OLMOE = {**GROUPED, **NO_PAD, "num_experts": 8, "num_experts_per_tok": 3}
 ERNIE_MOE = {
@@ -234,6 +240,30 @@ HF_CONFIGS = {
         rope_parameters=YARN | {"partial_rotary_factor": 0.25},
     ),
     "glm": lambda: transformers.GlmConfig(**GLM4, head_dim=24, tie_word_embeddings=True),
+    "glm4-moe": lambda: transformers.Glm4MoeConfig(
+        **GLM4_MOE, attention_bias=True, use_qk_norm=True, routed_scaling_factor=2.5
+    ),
+    "glm4-moe-groups-without-biases-tied": lambda: transformers.Glm4MoeConfig(
+        **GLM4_MOE | {"num_key_value_heads": 4, "num_hidden_layers": 3, "head_dim": 24},
+        n_shared_experts=2,
+        n_group=4,
+        topk_group=2,
+        first_k_dense_replace=2,
+        norm_topk_prob=False,
+        tie_word_embeddings=True,
+        rope_parameters=YARN | {"partial_rotary_factor": 0.25},
+    ),
+    "glm4-moe-lite": lambda: transformers.Glm4MoeLiteConfig(**GLM4_MOE_LITE),
+    "glm4-moe-lite-groups-dense-last-tied": lambda: transformers.Glm4MoeLiteConfig(
+        **GLM4_MOE_LITE | {"q_lora_rank": None},
+        n_shared_experts=2,
+        n_group=4,
+        topk_group=2,
+        mlp_layer_types=["sparse", "dense"],
+        norm_topk_prob=False,
+        tie_word_embeddings=True,
+        rope_parameters={**YARN, "mscale": 0.7, "mscale_all_dim": 1.2},
+    ),
     "seed-oss": lambda: transformers.SeedOssConfig(**GROUPED, **NO_PAD, head_dim=24),
     "seed-oss-output-bias": lambda: transformers.SeedOssConfig(
         **LLAMA, **NO_PAD, num_key_value_heads=1, attention_bias=False, attention_out_bias=True, head_dim=16
@@ -387,6 +417,18 @@ NATIVE_CONFIGS = {
             "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "original_max_seq_len": 16, "mscale": 1.0,
             "mscale_all_dim": 1.0,
         },
+    },
+    "glm4-moe": {
+        "family": "glm4_moe", "vocab_size": 90, "n_query_groups": 2, "head_size": 20, "rotary_percentage": 0.6,
+        "attn_bias": True, "norm_qk": True, "mlp_class_name": "LLaMAMoE", "n_expert": 8, "n_expert_per_token": 3,
+        "moe_intermediate_size": 24, "shared_expert_intermediate_size": 48, "shared_expert_gate": False,
+        "router_scores": "sigmoid", "n_expert_groups": 2, "n_topk_groups": 1, "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5, "moe_indices": [0, 1],
+    },
+    "glm4-moe-lite": {
+        "family": "glm4_moe_lite", "vocab_size": 90, **LATENT, "n_expert": 8, "n_expert_per_token": 3,
+        "shared_expert_intermediate_size": 24, "router_scores": "sigmoid", "norm_topk_prob": True,
+        "routed_scaling_factor": 1.8, "moe_indices": [1, 0],
     },
     "glm4": {
         "family": "glm4", "vocab_size": 90, "n_query_groups": 2, "head_size": 20, "rotary_percentage": 0.6,

@@ -149,26 +149,62 @@ def qwen3_moe(r: Random) -> Any:
     )
 
 
-def deepseek_v3(r: Random) -> Any:
-    sizes, routed = decoder(r), experts(r, "n_routed_experts", "num_experts_per_tok")
-    sizes["num_key_value_heads"] = sizes["num_attention_heads"]
+def deepseek_experts(r: Random) -> dict[str, Any]:
+    """Return the keys of DeepSeek-V3's experts."""
+    sizes = experts(r, "n_routed_experts", "num_experts_per_tok")
+    return {
+        **sizes,
+        **groups(r, sizes["n_routed_experts"], sizes["num_experts_per_tok"]),
+        "n_shared_experts": r.randint(1, 2),
+        "norm_topk_prob": r.random() < 0.5,
+        "routed_scaling_factor": r.choice([1.0, 1.8, 2.5]),
+    }
+
+
+def latent_attention(r: Random) -> dict[str, Any]:
+    """Return the keys of DeepSeek-V3's attention."""
     scaling = r.choice([{"rope_type": "default"}, {"rope_type": "yarn", "factor": 4.0,
         "original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": r.choice([0.7, 1.0])}])  # fmt: skip
+    return {
+        **(sizes := decoder(r)),
+        "num_key_value_heads": sizes["num_attention_heads"],
+        "q_lora_rank": r.choice([None, 24]),
+        "kv_lora_rank": r.choice([8, 16]),
+        "qk_nope_head_dim": r.choice([8, 12]),
+        "qk_rope_head_dim": r.choice([4, 8]),
+        "v_head_dim": r.choice([8, 20]),
+        "rope_parameters": scaling | {"rope_theta": 500.0},
+    }
+
+
+def deepseek_v3(r: Random) -> Any:
     return transformers.DeepseekV3Config(
-        **sizes,
-        **routed,
-        **groups(r, routed["n_routed_experts"], routed["num_experts_per_tok"]),
-        q_lora_rank=r.choice([None, 24]),
-        kv_lora_rank=r.choice([8, 16]),
-        qk_nope_head_dim=r.choice([8, 12]),
-        qk_rope_head_dim=r.choice([4, 8]),
-        v_head_dim=r.choice([8, 20]),
-        n_shared_experts=r.randint(1, 2),
-        first_k_dense_replace=r.randint(0, 2),
-        norm_topk_prob=r.random() < 0.5,
-        routed_scaling_factor=r.choice([1.0, 2.5]),
-        rope_parameters=scaling | {"rope_theta": 500.0},
+        **latent_attention(r), **deepseek_experts(r), first_k_dense_replace=r.randint(0, 2)
     )
 
 
-MODEL_TYPES = {"deepseek_v3": ModelType(deepseek_v3), "qwen3_moe": ModelType(qwen3_moe)}
+def glm4_moe(r: Random) -> Any:
+    return transformers.Glm4MoeConfig(
+        **decoder(r),
+        **deepseek_experts(r),
+        head_dim=r.choice([8, 16, 24]),
+        attention_bias=r.random() < 0.5,
+        use_qk_norm=r.random() < 0.5,
+        first_k_dense_replace=r.randint(0, 2),
+        rope_parameters=rope(r, partial_rotary_factor=r.choice([0.25, 0.5, 1.0])),
+    )
+
+
+def glm4_moe_lite(r: Random) -> Any:
+    sizes = latent_attention(r)
+    types = ["sparse", *(r.choice(["dense", "sparse"]) for _ in range(sizes["num_hidden_layers"] - 1))]
+    r.shuffle(types)
+    return transformers.Glm4MoeLiteConfig(**sizes, **deepseek_experts(r), mlp_layer_types=types)
+
+
+MODEL_TYPES = {
+    "deepseek_v3": ModelType(deepseek_v3),
+    "glm4_moe": ModelType(glm4_moe),
+    "glm4_moe_lite": ModelType(glm4_moe_lite),
+    "qwen3_moe": ModelType(qwen3_moe),
+}

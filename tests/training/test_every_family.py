@@ -32,8 +32,8 @@ OF_TYPE = NAMED | {
 FAST = ("gemma3_text", "qwen3_moe")  # the others with the slow tests; test_parity.py has all
 CLOSE = 2e-5  # fp32, relative to the largest logit
 PARTS = ("query", "key", "value", "projection", "head")
-EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "olmoe", "ernie4_5_moe",
-           "granitemoe"}  # fmt: skip
+EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite",
+           "olmoe", "ernie4_5_moe", "granitemoe"}  # fmt: skip
 RUN = ["--data", "JSON", "--data.prompt_style", "plain", "--accelerator", "cpu", "--train.global_batch_size", "2",
        "--train.micro_batch_size", "2", "--train.max_steps", "1", "--train.learning_rate", "1e-2",
        "--train.lr_warmup_steps", "0", "--eval.final_validation", "false", "--eval.max_new_tokens", "8"]  # fmt: skip

@@ -20,8 +20,8 @@ peft = importorskip_later("peft")
 transformers = pytest.importorskip("transformers")
 
 MODELS = [
-    "mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss", "deepseek-v2", "deepseek-v3", "olmoe", "ernie4.5-moe",
-    "granitemoe",
+    "mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss", "deepseek-v2", "deepseek-v3", "glm4-moe",
+    "glm4-moe-lite", "olmoe", "ernie4.5-moe", "granitemoe",
 ]  # fmt: skip
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 

@@ -59,74 +59,87 @@ _DEFAULTS: Fields = {
 def from_hf_config(config_json: Fields) -> ModelConfig:
     is_v3 = config_json["model_type"] == "deepseek_v3"
     config_json = _DEFAULTS[config_json["model_type"]] | config_json
-    hf_config.require_silu(config_json, attention_bias=(False,), mlp_bias=(False,),
-        moe_layer_freq=(1,), rope_interleave=(True, None), scoring_func=("sigmoid" if is_v3 else "softmax",),
+    hf_config.require_silu(config_json, mlp_bias=(False,), moe_layer_freq=(1,),
+        scoring_func=("sigmoid" if is_v3 else "softmax",),
         topk_method=("noaux_tc",) if is_v3 else ("greedy", "group_limited_greedy"),
         norm_topk_prob=(True, False) if is_v3 else (False, None),
-        head_dim=(None, config_json["qk_rope_head_dim"]),  # the number of rotated dimensions
     )  # fmt: skip
+    vocab_size, block_size = (129280, 4096) if is_v3 else (102400, 2048)
+    decoder = hf_config.read_decoder(config_json, vocab_size=vocab_size, block_size=block_size)
+    groups = None if config_json["topk_method"] == "greedy" else config_json["n_group"]
+    require_key(groups is not None or config_json["topk_method"] == "greedy", "n_group", groups, "must be an integer")
+    return ModelConfig(
+        **decoder | read_latent_attention(config_json),
+        **read_experts(config_json, groups, "sigmoid" if is_v3 else "softmax"),
+    )
+
+
+def read_latent_attention(config_json: Fields) -> Fields:
+    """Return the ModelConfig fields of attention, with RoPE."""
+    rotated = config_json["qk_rope_head_dim"]
+    hf_config.require_hf(config_json, attention_bias=(False,), rope_interleave=(True, None), head_dim=(None, rotated))
     rope = hf_rope.read_rope(config_json)
     written = config_json.get("rope_scaling") or config_json.get("rope_parameters") or {}
     mscale, read = written.get("mscale_all_dim"), rope["rope_adjustments"]
     is_read = not mscale or read is None or "mscale_all_dim" in read
     require_key(is_read, "mscale_all_dim", mscale, "this version computes it with rope_type 'yarn' only")
+    sizes = {name: config_json[name] for name in LATENT_ATTENTION}
+    return rope | {"latent_attention": sizes, "head_size": None}  # Hugging Face's head_dim is the rotated part
+
+
+def read_experts(config_json: Fields, groups: int | None, router_scores: str) -> Fields:
+    """Return the ModelConfig fields of the experts."""
     shared, k = config_json["n_shared_experts"], config_json["num_experts_per_tok"]
     require_key(bool(shared), "n_shared_experts", shared, "this version requires shared experts")
-    vocab_size, block_size = (129280, 4096) if is_v3 else (102400, 2048)
-    decoder = hf_config.read_decoder(config_json, vocab_size=vocab_size, block_size=block_size)
-    groups = None if config_json["topk_method"] == "greedy" else config_json["n_group"]
-    require_key(groups is not None or config_json["topk_method"] == "greedy", "n_group", groups, "must be an integer")
     dense = config_json["first_k_dense_replace"]
-    return ModelConfig(
-        **decoder | {"head_size": None},  # Hugging Face's head_dim is the rotated part
-        **rope,
-        latent_attention={name: config_json[name] for name in LATENT_ATTENTION},
-        mlp_class_name="LLaMAMoE",
-        n_expert=config_json["n_routed_experts"],
-        n_expert_per_token=k,
-        moe_intermediate_size=config_json["moe_intermediate_size"],
-        norm_topk_prob=bool(config_json["norm_topk_prob"]),
-        routed_scaling_factor=config_json["routed_scaling_factor"],
-        router_scores="sigmoid" if is_v3 else "softmax",
-        n_expert_groups=groups if groups and groups > 1 else None,
-        n_topk_groups=config_json["topk_group"] if groups and groups > 1 else None,
-        shared_expert_intermediate_size=shared * config_json["moe_intermediate_size"],
-        shared_expert_gate=False,
-        moe_indices=[int(i >= dense) for i in range(config_json["num_hidden_layers"])] if dense else None,
-        router_aux_loss_coef=config_json.get("aux_loss_alpha", 0.0) / k,  # Hugging Face's loss is k times smaller
-    )
+    return {
+        "mlp_class_name": "LLaMAMoE",
+        "n_expert": config_json["n_routed_experts"],
+        "n_expert_per_token": k,
+        "moe_intermediate_size": config_json["moe_intermediate_size"],
+        "norm_topk_prob": bool(config_json["norm_topk_prob"]),
+        "routed_scaling_factor": config_json["routed_scaling_factor"],
+        "router_scores": router_scores,
+        "n_expert_groups": groups if groups and groups > 1 else None,
+        "n_topk_groups": config_json["topk_group"] if groups and groups > 1 else None,
+        "shared_expert_intermediate_size": shared * config_json["moe_intermediate_size"],
+        "shared_expert_gate": False,
+        "moe_indices": [int(i >= dense) for i in range(config_json["num_hidden_layers"])] if dense else None,
+        "router_aux_loss_coef": config_json.get("aux_loss_alpha", 0.0) / k,  # Hugging Face's loss is k times smaller
+    }
 
 
 def to_hf_config(config: ModelConfig) -> Fields:
     is_v3, groups = config.family == "deepseek_v3", config.n_expert_groups
     method = "noaux_tc" if is_v3 else "greedy" if groups is None else "group_limited_greedy"
-    values = {
-        **(config.latent_attention or {}),
-        "aux_loss_alpha": config.router_aux_loss_coef * config.n_expert_per_token,
-        "first_k_dense_replace": config.n_layer - config.n_moe_layer,
-        "head_dim": config.rope_n_elem,
-        "moe_intermediate_size": config.expert_size,
-        "moe_layer_freq": 1,
-        "n_group": groups or 1,
-        "n_routed_experts": config.n_expert,
-        "n_shared_experts": (config.shared_expert_intermediate_size or 0) // config.expert_size,
-        "norm_topk_prob": config.norm_topk_prob,
-        "num_experts_per_tok": config.n_expert_per_token,
-        "routed_scaling_factor": config.routed_scaling_factor,
-        "scoring_func": config.router_scores,
-        "topk_group": config.n_topk_groups if groups else 1,
-        "topk_method": method,
-    }
+    values = {**(config.latent_attention or {}), **write_experts(config), "head_dim": config.rope_n_elem}
+    values |= {"moe_layer_freq": 1, "scoring_func": config.router_scores, "topk_method": method}
     if is_v3:
         values |= {"num_nextn_predict_layers": 0, "rope_interleave": True}
     architecture = "DeepseekV3ForCausalLM" if is_v3 else "DeepseekV2ForCausalLM"
     return hf_config.write_decoder(config, architecture, **values)
 
 
+def write_experts(config: ModelConfig) -> Fields:
+    """Invert :func:`read_experts`."""
+    return {
+        "aux_loss_alpha": config.router_aux_loss_coef * config.n_expert_per_token,
+        "first_k_dense_replace": config.n_layer - config.n_moe_layer,
+        "moe_intermediate_size": config.expert_size,
+        "n_group": config.n_expert_groups or 1,
+        "n_routed_experts": config.n_expert,
+        "n_shared_experts": (config.shared_expert_intermediate_size or 0) // config.expert_size,
+        "norm_topk_prob": config.norm_topk_prob,
+        "num_experts_per_tok": config.n_expert_per_token,
+        "routed_scaling_factor": config.routed_scaling_factor,
+        "topk_group": config.n_topk_groups or 1,
+    }
+
+
 def is_unused(name: str, config: ModelConfig) -> bool:
-    """Whether a weight belongs to V3's multi-token prediction layers, which come after the last layer."""
+    """Whether a weight belongs to the multi-token prediction layers, which come after the last layer."""
     layer = re.match(r"model\.layers\.(\d+)\.", name)
-    return config.family == "deepseek_v3" and layer is not None and int(layer[1]) >= config.n_layer
+    return config.family != "deepseek_v2" and layer is not None and int(layer[1]) >= config.n_layer
 
 
 def _attention(config: ModelConfig, native: str, hf: str) -> tables.WeightMap:
@@ -146,5 +159,5 @@ def _attention(config: ModelConfig, native: str, hf: str) -> tables.WeightMap:
     return maps + tables.linear(f"{native}.proj", f"{hf}.o_proj", False)
 
 
-_experts = partial(tables.experts, shared="shared_experts", correction="gate.e_score_correction_bias")
-weight_map = partial(tables.decoder_weights, moe=_experts, attention=_attention)
+experts = partial(tables.experts, shared="shared_experts", correction="gate.e_score_correction_bias")
+weight_map = partial(tables.decoder_weights, moe=experts, attention=_attention)

@@ -26,7 +26,9 @@ class Task(NamedTuple):
     missing_types: tuple[str, ...] = ()
 
 
-_WITHOUT = ("cohere2", "ernie4_5", "ernie4_5_moe", "granite", "granitemoe", "olmoe")
+_WITHOUT = (
+    "cohere2", "ernie4_5", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "granite", "granitemoe", "olmoe",
+)  # fmt: skip
 _LANGUAGE_MODEL = Task("ForCausalLM", "text-generation", "CAUSAL_LM")
 _SEQUENCE = Task("ForSequenceClassification", "text-classification", "SEQ_CLS", (*_WITHOUT, "apertus"))
 _ONLY_SEQUENCES = (

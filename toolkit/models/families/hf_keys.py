@@ -50,16 +50,16 @@ _TYPES: tuple[tuple[Callable[[Any], bool], str, tuple[str, ...]], ...] = (
         "use_sliding_window", "use_parallel_residual", "parallel_attn", "new_decoder_architecture", "multi_query",
         "qk_layernorm", "norm_topk_prob", "is_causal", "rope_interleave",
         "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "add_cross_attention", "output_router_logits",
-        "attention_out_bias",
+        "attention_out_bias", "use_qk_norm",
     )),
     (lambda v: isinstance(v, dict), "a JSON object", ("rope_scaling", "rope_parameters")),
-    (lambda v: _is_list_of(v, str), "a list of strings", ("layer_types",)),
+    (lambda v: _is_list_of(v, str), "a list of strings", ("layer_types", "mlp_layer_types")),
     (lambda v: _is_list_of(v, int), "a list of integers", ("no_rope_layers", "mlp_only_layers")),
 )  # fmt: skip
 _NULLABLE = {
     "num_kv_heads", "ffn_hidden_size", "num_ln_in_parallel_attn", "n_group", "first_k_dense_replace", "norm_topk_prob",
     "rope_interleave", "original_max_position_embeddings", "rope_scaling",
-    "rope_parameters", "layer_types", "no_rope_layers", "mlp_only_layers",
+    "rope_parameters", "layer_types", "mlp_layer_types", "no_rope_layers", "mlp_only_layers",
 }  # fmt: skip
 _INTEGERS = {key for *_, keys in _TYPES[:2] for key in keys}
 
@@ -112,7 +112,7 @@ _HF_KEYS = {
     "n_expert_per_token": ("num_experts_per_tok", "moe_k"),
     "n_expert_groups": ("n_group",),
     "n_topk_groups": ("topk_group",),
-    "moe_indices": ("mlp_only_layers", "first_k_dense_replace"),
+    "moe_indices": ("mlp_only_layers", "mlp_layer_types", "first_k_dense_replace"),
     "shared_expert_intermediate_size": (
         "shared_expert_intermediate_size",
         "n_shared_experts",
