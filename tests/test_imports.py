@@ -328,6 +328,7 @@ UNBOUNDED = {  # reads without a limit, with the reason
     "reads no file": {
         "checkpoints/hf/files.py part", "checkpoints/hf/import_hf.py hf_weights[name]",
         "checkpoints/hf/import_hf.py stored[name]", "checkpoints/hf/import_hf.py a", "checkpoints/hf/import_hf.py b",
+        "checkpoints/hf/mtp.py weight",
         "toolkit_plan/dry_run.py reader",
         "training/callbacks/metrics.py self.throughput", "training/callbacks/metrics.py trainer.step_times",
         "training/engine.py run.reader",

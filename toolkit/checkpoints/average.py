@@ -12,7 +12,7 @@ from toolkit.checkpoints.finite import write_weights
 from toolkit.checkpoints.folder import load_compatible_weights, read_model_config, write_model_config
 from toolkit.checkpoints.merge import copy_files
 from toolkit.checkpoints.scratch import mmap_copy
-from toolkit.checkpoints.store import WEIGHTS, require_new_folder, write_model_folder
+from toolkit.checkpoints.store import MTP, WEIGHTS, require_new_folder, write_model_folder
 from toolkit.data.tokenizer import FILE_PATTERNS
 from toolkit.errors import UserError
 from toolkit.models.gpt import model_on_meta
@@ -44,7 +44,7 @@ def average(folders: Sequence[Path], out_dir: Path) -> None:
         means = ((name, _mean([source[name] for source in sources], tmp / WEIGHTS)) for name in names)
         write_weights(means, tmp / WEIGHTS, out_dir, config.tie_embeddings)
         write_model_config(config, tmp / CONFIG)
-        copy_files(folders[0], tmp, (*FILE_PATTERNS, HYPERPARAMETERS))
+        copy_files(folders[0], tmp, (*FILE_PATTERNS, HYPERPARAMETERS, MTP))
 
     write_model_folder(out_dir, write)
 

@@ -20,10 +20,11 @@ from toolkit.checkpoints.folder import (
 )
 from toolkit.checkpoints.manifest import read_manifest
 from toolkit.checkpoints.scratch import mmap_copy
-from toolkit.checkpoints.store import WEIGHTS, require_new_folder, write_file, write_model_folder
+from toolkit.checkpoints.store import MTP, WEIGHTS, require_new_folder, write_file, write_model_folder
 from toolkit.checkpoints.weights import resolve_weight_dtype
 from toolkit.data.tokenizer import FILE_PATTERNS
 from toolkit.errors import UserError
+from toolkit.io.atomic import link_or_copy
 from toolkit.io.paths import require_inside
 from toolkit.models.config import ModelConfig
 from toolkit.models.lora import SCORE, TRAINED_SCORE, adapted_on_meta
@@ -90,6 +91,8 @@ def merge_in_place(
     if merged.config != read_model_config(folder):
         # Written before the weights: until these exist, loading uses the base folder's config.
         write_file(folder / CONFIG, lambda tmp: write_model_config(merged.config, tmp), flag="checkpoint_dir")
+    if (file := merged.info.base / MTP).is_file() and merged.config.head is None:
+        write_file(folder / MTP, lambda tmp: link_or_copy(file, tmp), flag="checkpoint_dir")
     write_file(folder / WEIGHTS, lambda tmp: _write_weights(merged, tmp, folder), flag="checkpoint_dir")
     return merged
 
@@ -108,13 +111,18 @@ def merge_to(
         _write_weights(merged, tmp / WEIGHTS, out_dir)
         write_model_config(merged.config, tmp / CONFIG)
         copy_files(folder, tmp, (*FILE_PATTERNS, HYPERPARAMETERS))
+        if merged.config.head is None:
+            copy_files(merged.info.base, tmp, (MTP,))
 
     write_model_folder(out_dir, write)
     return merged
 
 
 def copy_files(source: Path, target: Path, patterns: tuple[str, ...], exclude: Container[Path] = ()) -> None:
-    """Copy files that match one of the patterns, with their relative paths, except those in ``exclude``."""
+    """Copy files that match one of the patterns, with their relative paths, except those in ``exclude``.
+
+    MTP weights, which can have several GB, are hard links where the file system allows it.
+    """
     for file in sorted({match for pattern in patterns for match in source.glob(pattern)}):
         if any(path in exclude for path in (file, *file.parents)):
             continue
@@ -122,7 +130,7 @@ def copy_files(source: Path, target: Path, patterns: tuple[str, ...], exclude: C
         if file.is_file():
             copy = target / file.relative_to(source)
             copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(file, copy)
+            (link_or_copy if file.name == MTP else shutil.copyfile)(file, copy)
 
 
 @torch.no_grad()

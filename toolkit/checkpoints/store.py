@@ -25,6 +25,7 @@ FINAL, BEST = "final", "best"
 PARTS = ".parts"  # subfolder for parts of checkpoints on the disks of several machines
 WEIGHTS = "lit_model.pth"
 ADAPTERS = "lit_model.pth.lora"
+MTP = "mtp.safetensors"  # the base model's weights of multi-token prediction, which are not trained
 _OLD = ".old-"
 _STEP = re.compile(r"step-(\d+)")
 # Only the process that holds the lock of a run's folder writes such names, so existing ones are stale.

@@ -23,10 +23,11 @@ from torch.profiler import record_function
 from toolkit.checkpoints.adapters import write_adapter_files
 from toolkit.checkpoints.finite import nonfinite_state
 from toolkit.checkpoints.folder import write_model_files
+from toolkit.checkpoints.merge import copy_files
 from toolkit.checkpoints.run.host_copy import HostCopies
 from toolkit.checkpoints.run.optimizer_state import load_optimizer
 from toolkit.checkpoints.run.state_dicts import adapter_state, full_state, full_weights, sharded_state
-from toolkit.checkpoints.store import PARTS, WEIGHTS
+from toolkit.checkpoints.store import MTP, PARTS, WEIGHTS, newest_first
 from toolkit.checkpoints.weights import Tensors, load_state, save_state
 from toolkit.data.base import State, data_modules
 from toolkit.distributed import ranks
@@ -71,6 +72,9 @@ class Checkpointer:
         self.pending: PendingSave | None = None
         self.leaders = [0] * ranks.world_size()
         self._written: Future[None] | None = None
+        folders, config = (launch.resume_from, launch.args.base_dir), launch.spec.config
+        is_language_model = launch.base is None and config is not None and config.head is None
+        self._mtp_sources = [one for one in folders if is_language_model and one and (one / MTP).is_file()]
 
     @property
     def sharded(self) -> bool:
@@ -209,6 +213,15 @@ class Checkpointer:
         save_state(trainer_state, folder / TRAINER / STATE)
         if snapshot.callbacks:
             save_state(snapshot.callbacks, folder / TRAINER / CALLBACKS)
+        self._copy_mtp(folder)
+
+    def _copy_mtp(self, folder: Path) -> None:
+        """Link the base model's MTP weights from the newest checkpoint, which is on the same disk, or from the base."""
+        sources = [*newest_first(self.launch.out_dir), *self._mtp_sources] if self._mtp_sources else []
+        if (source := next((one for one in sources if (one / MTP).is_file()), None)) is not None:
+            copy_files(source, folder, (MTP,))
+        elif sources:
+            self._display.message(f"warning: {folder.name} has no {MTP}: {sources[-1] / MTP} was deleted")
 
     def _write_model(self, folder: Path, weights: Tensors | None) -> None:
         """Write complete weights or adapters, if given, and the files of the model."""

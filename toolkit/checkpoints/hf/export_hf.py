@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +11,19 @@ from torch import Tensor
 
 from toolkit.checkpoints.adapters import has_adapters_only, require_adapters
 from toolkit.checkpoints.find import CONFIG as MODEL_CONFIG
-from toolkit.checkpoints.finite import nonfinite_tensors, warn_nonfinite
+from toolkit.checkpoints.finite import warn_nonfinite
 from toolkit.checkpoints.folder import load_compatible_weights, read_model_config, require_language_model
 from toolkit.checkpoints.hf.card import auto_class, write_model_card
-from toolkit.checkpoints.hf.files import FORMAT_NAMES
+from toolkit.checkpoints.hf.files import write_safetensors
+from toolkit.checkpoints.hf.mtp import read_mtp
 from toolkit.checkpoints.hf.reader import CONFIG, INDEX, SINGLE
 from toolkit.checkpoints.hf.sums import write_sums
 from toolkit.checkpoints.merge import MergedWeights, copy_files, random_tokens, relative_difference
-from toolkit.checkpoints.scratch import trim_after
 from toolkit.checkpoints.store import require_new_folder, write_folder
 from toolkit.checkpoints.weights import Tensors, resolve_weight_dtype
 from toolkit.data.chat.template import GENERATION_FILE, eos_tokens
 from toolkit.data.tokenizer import FILE_PATTERNS, Tokenizer
-from toolkit.errors import GuardError, UserError, one_line, require_package
+from toolkit.errors import GuardError, UserError, notice, one_line, require_package
 from toolkit.io.safe_parse import read_json_object
 from toolkit.models.config import Fields, ModelConfig, ModelOverrides
 from toolkit.models.families import family_of
@@ -61,12 +62,15 @@ def export_hf(
     if family_options:
         config, weights = _change_options(config, weights, family_options)
     base = weights.info.base if isinstance(weights, MergedWeights) else None
+    mtp, mtp_keys = read_mtp(base or checkpoint_dir) if config.head is None else ({}, {})
+    if mtp:
+        notice(f"note: the {len(mtp)} weights of multi-token prediction are the base model's, not trained with it")
     tokenizer = None
     if (checkpoint_dir / "tokenizer.json").is_file():
         tokenizer = Tokenizer.load(checkpoint_dir, flag="checkpoint_dir")
 
     def write(folder: Path) -> None:
-        warn_nonfinite(_write_weights(folder, weights, config, dtype), out_dir)
+        warn_nonfinite(_write_weights(folder, weights, config, dtype, mtp), out_dir)
         if tokenizer is None:
             copy_files(checkpoint_dir, folder, FILE_PATTERNS)
         else:
@@ -74,7 +78,8 @@ def export_hf(
             length = config.block_size if config.head == "classification" else None  # rewards cut the prompt instead
             (tokenizer if pad is None else tokenizer.with_pad(pad, length)).save(folder, for_transformers=True)
         ids = _token_ids(checkpoint_dir, base, config, tokenizer)
-        _write_config_files(folder, config, ids, dtype or weights["transformer.wte.weight"].dtype)
+        dtype_of_config = dtype or weights["transformer.wte.weight"].dtype
+        _write_config_files(folder, config, ids, dtype_of_config, mtp_keys)
         write_model_card(folder / "README.md", config, checkpoint_dir, tokenizer is not None)
         write_sums(folder)
         if check is not None:
@@ -173,16 +178,16 @@ def _change_options(
 
 
 def _write_weights(
-    folder: Path, weights: Mapping[str, Tensor], config: ModelConfig, dtype: torch.dtype | None
+    folder: Path, weights: Mapping[str, Tensor], config: ModelConfig, dtype: torch.dtype | None, mtp: Tensors
 ) -> list[str]:
-    """Write the safetensors files. Return the names of tensors that contain NaN or Inf."""
+    """Write the safetensors files, ``mtp`` unchanged. Return the names of tensors that contain NaN or Inf."""
     maps = complete_weight_map(config, weights)
     # The header precedes the tensors: convert on the meta device first to get shapes and dtypes.
     meta = {name: torch.empty_like(t, device="meta", dtype=dtype) for name, t in weights.items()}
-    shards = list(_split(to_hf_names(maps, meta)))
+    shards = list(_split(chain(to_hf_names(maps, meta), mtp.items())))
     n = len(shards)
     files = [SINGLE] if n == 1 else [f"model-{i:05d}-of-{n:05d}.safetensors" for i in range(1, n + 1)]
-    tensors, nonfinite = to_hf_names(maps, weights, dtype), []
+    tensors, nonfinite = chain(to_hf_names(maps, weights, dtype), mtp.items()), []
     for file, shard in zip(files, shards, strict=True):
         nonfinite += write_safetensors(folder / file, shard, tensors)
     if n > 1:
@@ -228,38 +233,6 @@ def _split(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Tensors]:
     yield shard
 
 
-def write_safetensors(path: Path, expected: Tensors, tensors: Iterator[tuple[str, Tensor]]) -> list[str]:
-    """Stream tensors to a safetensors file. Return the names of tensors that contain NaN or Inf.
-
-    ``expected`` has the names, shapes and dtypes of the next items of ``tensors``. safetensors' ``save_file`` needs all
-    tensors in memory and loses the errno of a full disk.
-
-    Format (https://huggingface.co/docs/safetensors): header length (8 bytes, little-endian), JSON header (dtype, shape
-    and offsets of each tensor), tensor data in C order without gaps.
-    """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, tensor in expected.items():
-        offsets = [end, end := end + tensor.nbytes]
-        header[name] = {"dtype": FORMAT_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # align the tensors to 8 bytes
-    nonfinite: list[str] = []
-    with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
-        for key in expected:
-            name, tensor = next(tensors)
-            meta = expected[key]
-            assert (name, tensor.shape, tensor.dtype) == (key, meta.shape, meta.dtype), f"{name} is not {key}"
-            file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
-            nonfinite += nonfinite_tensors({name: tensor})
-            numel = tensor.numel()
-            del tensor
-            trim_after(numel)
-    return nonfinite
-
-
 def _token_ids(folder: Path, base: Path | None, config: ModelConfig, tokenizer: Tokenizer | None) -> Fields:
     """Return BOS, EOS and PAD token ids.
 
@@ -302,9 +275,9 @@ def _original_config(folder: Path, base: Path | None) -> Fields:
     return (text if isinstance(text, dict) else {}) | {k: v for k, v in values.items() if v is not None}
 
 
-def _write_config_files(folder: Path, config: ModelConfig, ids: Fields, dtype: torch.dtype) -> None:
+def _write_config_files(folder: Path, config: ModelConfig, ids: Fields, dtype: torch.dtype, mtp_keys: Fields) -> None:
     """Write config.json, and generation_config.json unless a copied one defines eos_token_id."""
-    values = family_of(config).to_hf_config(config)
+    values = family_of(config).to_hf_config(config) | mtp_keys
     write_config(folder / CONFIG, {**values, **ids, "torch_dtype": str(dtype).removeprefix("torch.")})
     generation = read_json_object(folder / GENERATION_FILE, optional=True)
     if generation.get("eos_token_id") is None:

@@ -1,7 +1,8 @@
-"""Open the weight files of a Hugging Face folder: safetensors, or pickles restricted to tensors."""
+"""Open and write the weight files of a Hugging Face folder: safetensors, or, to read, pickles restricted to tensors."""
 
 import functools
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,7 +10,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from toolkit.checkpoints.weights import load_state, only_tensors
+from toolkit.checkpoints.finite import nonfinite_tensors
+from toolkit.checkpoints.scratch import trim_after
+from toolkit.checkpoints.weights import Tensors, load_state, only_tensors
 from toolkit.errors import UserError
 from toolkit.io.safe_parse import open_regular
 
@@ -30,7 +33,7 @@ class StoredTensor(NamedTuple):
 
     def read(self) -> Tensor:
         """Return the memory-mapped tensor."""
-        opened = _open(self.file)
+        opened = open_weights(self.file)
         return opened[self.name].contiguous() if isinstance(opened, dict) else opened.get_tensor(self.name)
 
 
@@ -51,12 +54,12 @@ Weight = StoredTensor | Dequantized  # read on demand
 
 def close() -> None:
     """Close all open weight files."""
-    _open.cache_clear()
+    open_weights.cache_clear()
 
 
 def list_weights(path: Path) -> Iterator[tuple[str, tuple[int, ...], str]]:
     """Yield (name, shape, safetensors dtype name) of each tensor in a file."""
-    opened = _open(path)
+    opened = open_weights(path)
     if isinstance(opened, dict):
         yield from ((name, tuple(t.shape), DTYPE_NAMES.get(t.dtype, str(t.dtype))) for name, t in opened.items())
     else:
@@ -65,7 +68,7 @@ def list_weights(path: Path) -> Iterator[tuple[str, tuple[int, ...], str]]:
 
 
 @functools.cache
-def _open(path: Path) -> Any:
+def open_weights(path: Path) -> Any:
     """Open a weight file until :func:`close`. Return a ``safe_open`` handle, or {name: tensor} for a pickle."""
     try:
         with open_regular(path) as file:
@@ -76,3 +79,37 @@ def _open(path: Path) -> Any:
         raise UserError(f"{path}: {error.strerror or error}; copy or download it again") from error
     except SafetensorError as error:
         raise UserError(f"{path}: the file is damaged or truncated ({error}); copy or download it again") from error
+
+
+def write_safetensors(
+    path: Path, expected: Tensors, tensors: Iterator[tuple[str, Tensor]], metadata: Mapping[str, str] = {}
+) -> list[str]:
+    """Stream tensors to a safetensors file. Return the names of tensors that contain NaN or Inf.
+
+    ``expected`` has the names, shapes and dtypes of the next items of ``tensors``. safetensors' ``save_file`` needs all
+    tensors in memory and loses the errno of a full disk.
+
+    Format (https://huggingface.co/docs/safetensors): header length (8 bytes, little-endian), JSON header (dtype, shape
+    and offsets of each tensor), tensor data in C order without gaps.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
+    end = 0
+    for name, tensor in expected.items():
+        offsets = [end, end := end + tensor.nbytes]
+        header[name] = {"dtype": FORMAT_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # align the tensors to 8 bytes
+    nonfinite: list[str] = []
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for key in expected:
+            name, tensor = next(tensors)
+            meta = expected[key]
+            assert (name, tensor.shape, tensor.dtype) == (key, meta.shape, meta.dtype), f"{name} is not {key}"
+            file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+            nonfinite += nonfinite_tensors({name: tensor})
+            numel = tensor.numel()
+            del tensor
+            trim_after(numel)
+    return nonfinite

@@ -17,12 +17,13 @@ from toolkit.checkpoints.folder import CONFIG as CHECKPOINT_CONFIG
 from toolkit.checkpoints.folder import load_compatible_weights, read_model_config, write_model_config
 from toolkit.checkpoints.hf.export_hf import to_hf_names
 from toolkit.checkpoints.hf.files import Weight, close
+from toolkit.checkpoints.hf.mtp import on_meta, write_mtp
 from toolkit.checkpoints.hf.origin import ORIGIN_FILE
 from toolkit.checkpoints.hf.reader import CONFIG, find_weights, quantized_bits
 from toolkit.checkpoints.hf.sums import require_intact
 from toolkit.checkpoints.merge import copy_files
 from toolkit.checkpoints.scratch import mmap_copy
-from toolkit.checkpoints.store import WEIGHTS, require_new_folder, write_model_folder
+from toolkit.checkpoints.store import MTP, WEIGHTS, require_new_folder, write_model_folder
 from toolkit.checkpoints.weights import require_compatible, resolve_weight_dtype
 from toolkit.data.tokenizer import FILE_PATTERNS, Tokenizer, read_tokenizer_files
 from toolkit.errors import UserError, join_first, one_line
@@ -63,7 +64,7 @@ def import_hf(
     if config.head is not None and tokenizer is not None:
         tokenizer = _with_pad_token(tokenizer, read_json_object(hf_dir / CONFIG).get("pad_token_id"), notes)
     try:
-        stored, notes_of_unused = _drop_unused(_add_prefix(find_weights(hf_dir), config), config)
+        stored, mtp, notes_of_unused = _drop_unused(_add_prefix(find_weights(hf_dir), config), config)
         config, notes_of_head = resolve_tied_head(stored, config)
         _require_compatible(stored, config, hf_dir)
         dtype, notes_of_type = resolve_dtype(stored, config, dtype)
@@ -72,6 +73,8 @@ def import_hf(
             weights = _convert(stored, config, dtype, out_dir)
             write_weights(weights, folder / WEIGHTS, out_dir, config.tie_embeddings)
             write_model_config(config, folder / CHECKPOINT_CONFIG)
+            if mtp:
+                write_mtp(mtp, folder, hf_dir)
             copy_files(hf_dir, folder, (*FILE_PATTERNS, CONFIG, ORIGIN_FILE))
             if not (folder / ORIGIN_FILE).exists():
                 write_yaml(folder / ORIGIN_FILE, {"hf_dir": str(hf_dir.resolve())})
@@ -108,7 +111,7 @@ def is_import_of(folder: Path, hf_dir: Path) -> bool:
         return False
     weights = load_compatible_weights(folder, model_on_meta(config))
     try:
-        stored, _ = _drop_unused(_add_prefix(find_weights(hf_dir), hf_config), hf_config)
+        stored, *_ = _drop_unused(_add_prefix(find_weights(hf_dir), hf_config), hf_config)
         _require_compatible(stored, resolve_tied_head(stored, hf_config)[0], hf_dir)
         for entry in family_of(config).weight_map(config):
             if entry.native[0].startswith("transformer.h.0."):
@@ -243,13 +246,24 @@ def _add_prefix(hf_weights: dict[str, Weight], config: ModelConfig) -> dict[str,
     return renamed
 
 
-def _drop_unused(hf_weights: dict[str, Weight], config: ModelConfig) -> tuple[dict[str, Weight], list[str]]:
-    """Return the weights without unused ones, and a note that names the modules of these."""
-    unused = {name for name in hf_weights if family_of(config).is_unused(name, config)}
+def _drop_unused(
+    hf_weights: dict[str, Weight], config: ModelConfig
+) -> tuple[dict[str, Weight], dict[str, Weight], list[str]]:
+    """Return the weights to train, those of multi-token prediction (MTP), and notes.
+
+    A note names the modules of other weights. A model with a score layer has no MTP.
+    """
+    family = family_of(config)
+    mtp = {name: stored for name, stored in hf_weights.items() if family.is_mtp(name, config)}
+    unused = {name for name in hf_weights if family.is_unused(name, config)}
+    if config.head is not None:
+        unused, mtp = unused | mtp.keys(), {}
     modules = Counter(name.removeprefix("model.").partition(".")[0] for name in sorted(unused))
     listed = ", ".join(f"{module} ({count})" for module, count in modules.items())
     notes = [f"dropped {len(unused)} weights that the text model does not use: {listed}"] if unused else []
-    return {name: stored for name, stored in hf_weights.items() if name not in unused}, notes
+    if mtp:
+        notes.append(f"kept {len(mtp)} weights of multi-token prediction in {MTP}: they are exported, not trained")
+    return {name: one for name, one in hf_weights.items() if name not in unused | mtp.keys()}, mtp, notes
 
 
 def _hf_name(config: ModelConfig, native: str) -> str:
@@ -278,8 +292,7 @@ def resolve_tied_head(hf_weights: dict[str, Weight], config: ModelConfig) -> tup
 
 def _require_compatible(hf_weights: dict[str, Weight], config: ModelConfig, hf_dir: Path) -> None:
     expected = dict(to_hf_names(family_of(config).weight_map(config), model_on_meta(config).state_dict()))
-    stored = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in hf_weights.items()}
-    require_compatible(stored, expected, hf_dir, CONFIG)
+    require_compatible(on_meta(hf_weights), expected, hf_dir, CONFIG)
 
 
 def resolve_dtype(

@@ -16,6 +16,7 @@ from toolkit.checkpoints.remote.checkpoints import METRICS
 from toolkit.checkpoints.remote.lease import Lease
 from toolkit.checkpoints.store import FINAL, PARTS, checkpoint_folders, file_names
 from toolkit.errors import one_line
+from toolkit.io.atomic import link_or_copy
 from toolkit.io.storage import Storage, StorageError
 
 LINKS = ".uploads"
@@ -66,10 +67,7 @@ class Uploader:
             for name in file_names(folder):
                 target = links / name
                 target.parent.mkdir(parents=True, exist_ok=True)
-                try:
-                    os.link(folder / name, target)
-                except OSError:  # a file system without hard links
-                    shutil.copy2(folder / name, target)
+                link_or_copy(folder / name, target)
         with self._changed:
             self._tasks.append(links)
             self._changed.notify_all()

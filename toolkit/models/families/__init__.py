@@ -1,9 +1,9 @@
 """Registry of model families: named configurations, and import from and export to Hugging Face.
 
 A family is a module with ``CONFIGS``, ``ALIASES``, ``from_hf_config(config_json)``, ``to_hf_config(config)`` and
-``weight_map(config)``. It also defines ``is_unused(name, config)`` if checkpoints contain extra weights, and
-``normalize(config_json)`` if ``config.json`` has several forms. To add a family, add a file here and an entry in
-:data:`FAMILIES`.
+``weight_map(config)``. It also defines ``is_unused(name, config)`` if checkpoints contain extra weights,
+``is_mtp(name, config)`` for those of multi-token prediction, which are kept, and ``normalize(config_json)`` if
+``config.json`` has several forms. To add a family, add a file here and an entry in :data:`FAMILIES`.
 
 A config can be exported if ``from_hf_config`` reads the same model from ``to_hf_config``'s values: what the family's
 Hugging Face class does not support, ``from_hf_config`` must not read.
@@ -246,6 +246,10 @@ class Family:
         if is_other and config.family in itertools.chain(*MULTIMODAL.values()):
             return True
         return hasattr(self.module, "is_unused") and self.module.is_unused(name, config)
+
+    def is_mtp(self, name: str, config: ModelConfig) -> bool:
+        """Whether the Hugging Face weight ``name`` belongs to multi-token prediction, which is not trained here."""
+        return hasattr(self.module, "is_mtp") and self.module.is_mtp(name, config)
 
 
 def family_of(config: ModelConfig) -> Family:

@@ -136,7 +136,7 @@ def write_experts(config: ModelConfig) -> Fields:
     }
 
 
-def is_unused(name: str, config: ModelConfig) -> bool:
+def is_mtp(name: str, config: ModelConfig) -> bool:
     """Whether a weight belongs to the multi-token prediction layers, which come after the last layer."""
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     return config.family != "deepseek_v2" and layer is not None and int(layer[1]) >= config.n_layer

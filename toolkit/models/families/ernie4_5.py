@@ -55,7 +55,7 @@ def _read_experts(config_json: Fields) -> Fields:
     }
 
 
-def is_unused(name: str, config: ModelConfig) -> bool:
+def is_mtp(name: str, config: ModelConfig) -> bool:
     """Whether a weight belongs to the multi-token prediction layers."""
     return "mtp_" in name
 

@@ -98,7 +98,7 @@ def to_hf_config(config: ModelConfig) -> Fields:
     return hf_config.write_decoder(config, "Glm4MoeLiteForCausalLM", **values, rope_interleave=True)
 
 
-is_unused = deepseek.is_unused
+is_mtp = deepseek.is_mtp
 
 
 def weight_map(config: ModelConfig) -> tables.WeightMap:

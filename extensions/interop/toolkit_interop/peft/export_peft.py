@@ -14,7 +14,8 @@ from toolkit.checkpoints.adapters import load_adapters, read_adapter, read_adapt
 from toolkit.checkpoints.finite import warn_nonfinite
 from toolkit.checkpoints.folder import load_compatible_weights, read_model_config
 from toolkit.checkpoints.hf.card import write_model_card
-from toolkit.checkpoints.hf.export_hf import write_config, write_safetensors
+from toolkit.checkpoints.hf.export_hf import write_config
+from toolkit.checkpoints.hf.files import write_safetensors
 from toolkit.checkpoints.hf.origin import hf_origin
 from toolkit.checkpoints.hf.sums import write_sums
 from toolkit.checkpoints.merge import copy_files
