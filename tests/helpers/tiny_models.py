@@ -69,11 +69,11 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.normal_(0.0, 0.15, generator=generator)
-            if p.dim() == 1 and name.endswith("weight"):
+            if p.dim() == 1 and name.endswith(("weight", "scale")):
                 p.add_(1.0)
         for name, buffer in model.named_buffers():
             if name in model.state_dict():  # correction biases of DeepSeek-V3's routers
-                buffer.normal_(0.0, 0.15, generator=generator)
+                buffer.normal_(float(name.endswith("layer_scalar")), 0.15, generator=generator)
 
 
 def token_ids() -> torch.Tensor:

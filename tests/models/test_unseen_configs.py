@@ -3,6 +3,8 @@
 Logits, export, gradients, greedy text, rows of different lengths, packed documents, bf16, and the losses of a run.
 """
 
+from copy import deepcopy
+
 import pytest
 import torch
 from helpers.cases import slow_except
@@ -23,7 +25,7 @@ from toolkit.ui.loggers import read_metrics
 
 CASES = [(name, seed) for name in MODEL_TYPES for seed in SEEDS]
 FAST = [(name, seed) for name in MODEL_TYPES for seed in FAST_SEEDS]
-CURVES = [f"{name}-{seed}" for name in MODEL_TYPES for seed in (0, 7)]
+CURVES = [(name, seed) for name, kind in MODEL_TYPES.items() for seed in kind.curve_seeds]
 
 
 @pytest.fixture(scope="module", params=slow_except(FAST, CASES), ids=lambda case: f"{case[0]}-{case[1]}")
@@ -62,6 +64,7 @@ def test_export_has_the_same_tensors_and_model(pair, tmp_path):
     assert before.keys() == after.keys()
     assert [name for name in before if not torch.equal(before[name], after[name])] == []
     exported, ids = pair.kind.from_pretrained(tmp_path / "out", dtype=torch.float32).eval(), random_ids(2, 48)
+    exported = deepcopy(exported)  # weights mapped from a file are not aligned, and their products round differently
     assert torch.equal(exported(ids).logits, pair.hf(ids).logits)  # config.json too
 
 
@@ -160,7 +163,7 @@ class Rows(torch.utils.data.IterableDataset):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pair", [(n, s) for n in MODEL_TYPES for s in (0, 7)], indirect=True, ids=CURVES)
+@pytest.mark.parametrize("pair", CURVES, indirect=True, ids=lambda case: f"{case[0]}-{case[1]}")
 def test_losses_of_a_run_equal_those_of_a_plain_loop(pair, tmp_path):
     """20 steps of AdamW over transformers' model, and over toolkit's in two micro-batches."""
     options = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.0}

@@ -11,8 +11,12 @@
   of its rows.
 
 With experts, each layer also has a dense MLP, the shared expert, whose width is intermediate_size.
+
+Sources of the named configurations: ``src/maxtext/configs/models/gemma4-*.yml`` of MaxText, and copies of their
+``config.json`` for block_size and the order of the layers.
 """
 
+from functools import partial
 from typing import Any
 
 from toolkit.errors import UserError
@@ -20,15 +24,49 @@ from toolkit.models.config import Fields, ModelConfig
 from toolkit.models.config_checks import FLAG, MAX_SIZE
 from toolkit.models.families import hf_config, hf_rope, tables
 from toolkit.models.families.hf_keys import require_key
+from toolkit.models.families.named import named_with
 
 MODEL = "toolkit.models.gemma4.Gemma4"
-CONFIGS: list[ModelConfig] = []
-ALIASES: dict[str, str] = {}
 
 _FIXED: Fields = {
     "scale_embeddings": True, "gelu_approximate": "tanh", "attention_multiplier": 1.0, "norm_qk": True,
     "post_attention_norm": True, "post_mlp_norm": True,
 }  # fmt: skip
+_WINDOWS = [1, 1, 1, 1, 1, 0] * 10  # lists with one entry per layer are cut to the number of layers
+_gemma4 = named_with(
+    family="gemma4_text", block_size=262144, vocab_size=262144, head_size=256, norm_eps=1e-6, tie_embeddings=True,
+    final_logit_softcapping=30.0, rope_base=1000000.0, rope_adjustments={"partial_rotary_factor": 0.25},
+    rope_local_base_freq=10000.0, sliding_window_size=1024, sliding_window_indices=_WINDOWS, rope_indices=_WINDOWS,
+    mlp_class_name="GemmaMLP", **_FIXED,
+)  # fmt: skip
+_small = partial(_gemma4, block_size=131072, sliding_window_size=512)
+
+
+def _options(n_query_groups: int, **options: Any) -> Fields:
+    return {
+        "full_attention": {"head_size": 512, "n_query_groups": n_query_groups}, "keys_are_values": True,
+        "n_shared_kv_layers": 0, "double_wide_mlp": False, "per_layer_size": 0, "per_layer_vocab_size": 262144,
+    } | options  # fmt: skip
+
+
+_PER_LAYER: Fields = {"per_layer_size": 256, "keys_are_values": False}
+_EVERY_FIFTH_IS_FULL = [1, 1, 1, 1, 0] * 7
+CONFIGS = [
+    _small(
+        "gemma-4-E2B", 35, 1536, 8, 1, 6144, sliding_window_indices=_EVERY_FIFTH_IS_FULL,
+        rope_indices=_EVERY_FIFTH_IS_FULL,
+        family_options=_options(1, n_shared_kv_layers=20, double_wide_mlp=True, **_PER_LAYER),
+    ),
+    _small("gemma-4-E4B", 42, 2560, 8, 2, 10240, family_options=_options(2, n_shared_kv_layers=18, **_PER_LAYER)),
+    _gemma4(
+        "gemma-4-26B-A4B", 30, 2816, 16, 8, 2112, family_options=_options(2), mlp_class_name="LLaMAMoE", n_expert=128,
+        n_expert_per_token=8, moe_intermediate_size=704, norm_topk_prob=True, shared_expert_intermediate_size=2112,
+        shared_expert_gate=False,
+    ),
+    _gemma4("gemma-4-31B", 60, 5376, 32, 16, 21504, family_options=_options(4)),
+]  # fmt: skip
+ALIASES = {f"{config.name}-it": config.name for config in CONFIGS}
+
 # Defaults of transformers' class.
 _DEFAULTS: Fields = {
     "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30, "num_attention_heads": 8,
