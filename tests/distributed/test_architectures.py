@@ -22,16 +22,22 @@ DEEPSEEK = {
         "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16,
     },
 }  # fmt: skip
+GLM4_MOE = {
+    "family": "glm4_moe", "mlp_class_name": "LLaMAMoE", "n_expert": 8, "n_expert_per_token": 2,
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "shared_expert_gate": False,
+    "router_scores": "sigmoid", "norm_topk_prob": True, "attn_bias": True, "norm_qk": True, "rotary_percentage": 0.5,
+}  # fmt: skip
 GPT_OSS = {
     "family": "gpt_oss", "bias": True, "attention_sinks": True, "mlp_class_name": "LLaMAMoE", "n_expert": 4,
     "n_expert_per_token": 2, "moe_intermediate_size": 32, "norm_topk_prob": True, "swiglu_limit": 7.0,
     "sliding_window_size": 12, "sliding_window_indices": [1, 0],
 }  # fmt: skip
 APERTUS = {"family": "apertus", "norm_qk": True, "mlp_class_name": "XieluMLP"}
-MODELS = {"gemma2": GEMMA2, "olmo3": OLMO3, "deepseek": DEEPSEEK, "gpt_oss": GPT_OSS, "apertus": APERTUS}
+MODELS = {"gemma2": GEMMA2, "olmo3": OLMO3, "deepseek": DEEPSEEK, "glm4_moe": GLM4_MOE, "gpt_oss": GPT_OSS,
+          "apertus": APERTUS}  # fmt: skip
 SHOWN_BY = {
-    "gemma2": "post_mlp_norm", "olmo3": "norm_q", "deepseek": "mlp.correction", "gpt_oss": "attn.sinks",
-    "apertus": "mlp.alpha_p",
+    "gemma2": "post_mlp_norm", "olmo3": "norm_q", "deepseek": "mlp.correction", "glm4_moe": "attn.norm_q",
+    "gpt_oss": "attn.sinks", "apertus": "mlp.alpha_p",
 }  # fmt: skip
 
 

@@ -246,7 +246,8 @@ def test_any_rope_value_is_accepted_or_a_user_error(kind):
 
 # Keys whose absence toolkit rejects, where transformers would read another model than was written.
 EXPECTED_REJECTIONS = {("gpt_oss", "rope_theta"), ("deepseek_v3", "rope_theta"), ("olmo3", "rope_parameters"),
-        ("deepseek_v2", "qk_rope_head_dim"), ("glm4_moe_lite", "qk_rope_head_dim"), ("apertus", "rope_theta")}  # fmt: skip
+        ("deepseek_v2", "qk_rope_head_dim"), ("glm4_moe_lite", "qk_rope_head_dim"),
+        ("apertus", "rope_theta")}  # fmt: skip
 
 
 @pytest.mark.slow
@@ -301,6 +302,50 @@ GEMMA_3_12B = {  # google/gemma-3-12b-it, without the sizes of its vision model
 }  # fmt: skip
 
 
+GLM_4_5_AIR = {  # from a log of ms-swift
+    "attention_bias": True, "attention_dropout": 0.0, "first_k_dense_replace": 1, "head_dim": 128, "hidden_act": "silu",
+    "hidden_size": 4096, "intermediate_size": 10944, "max_position_embeddings": 131072, "model_type": "glm4_moe",
+    "moe_intermediate_size": 1408, "n_group": 1, "n_routed_experts": 128, "n_shared_experts": 1, "norm_topk_prob": True,
+    "num_attention_heads": 96, "num_experts_per_tok": 8, "num_hidden_layers": 46, "num_key_value_heads": 8,
+    "num_nextn_predict_layers": 1, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-05, "rope_scaling": None,
+    "rope_theta": 1000000, "routed_scaling_factor": 1.0, "tie_word_embeddings": False, "topk_group": 1,
+    "use_qk_norm": False, "vocab_size": 151552,
+}  # fmt: skip
+GLM_4_5 = {
+    "first_k_dense_replace": 3, "hidden_size": 5120, "intermediate_size": 12288, "moe_intermediate_size": 1536,
+    "n_routed_experts": 160, "num_hidden_layers": 92, "routed_scaling_factor": 2.5, "use_qk_norm": True,
+}  # fmt: skip
+GLM_4_7_FLASH = {  # from vLLM's tests
+    "attention_bias": False, "first_k_dense_replace": 1, "hidden_act": "silu", "hidden_size": 2048,
+    "intermediate_size": 10240, "kv_lora_rank": 512, "max_position_embeddings": 202752, "model_type": "glm4_moe_lite",
+    "moe_intermediate_size": 1536, "n_group": 1, "n_routed_experts": 64, "n_shared_experts": 1, "norm_topk_prob": True,
+    "num_attention_heads": 20, "num_experts_per_tok": 4, "num_hidden_layers": 47, "num_key_value_heads": 20,
+    "partial_rotary_factor": 1.0, "q_lora_rank": 768, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 1000000.0, "routed_scaling_factor": 1.8,
+    "topk_group": 1, "topk_method": "noaux_tc", "v_head_dim": 256, "vocab_size": 154880,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("GLM-4.5-Air", GLM_4_5_AIR), ("GLM-4.5", GLM_4_5_AIR | GLM_4_5), ("GLM-4.7-Flash", GLM_4_7_FLASH)],
+)
+def test_published_files_of_glm_give_the_named_configuration(name, values):
+    config = config_from_hf(values)
+    assert replace(get_config(name), name="", router_aux_loss_coef=0.0, padding_multiple=64) == config
+    written = family_of(config).to_hf_config(config)
+    assert {key for key in values.keys() & written.keys() if written[key] != values[key]} <= {
+        "num_nextn_predict_layers"
+    }
+
+
+def test_layers_without_experts_of_glm_4_7_flash_are_listed():
+    with pytest.raises(UserError, match="first_k_dense_replace 2: transformers ignores it; mlp_layer_types must"):
+        config_from_hf(GLM_4_7_FLASH | {"first_k_dense_replace": 2})
+    with pytest.raises(UserError, match="mlp_layer_types .*must be dense or sparse for each of the 47 layers"):
+        config_from_hf(GLM_4_7_FLASH | {"mlp_layer_types": ["dense"]})
+
+
 def test_text_model_of_multimodal_config_is_read():
     read, named = config_from_hf(GEMMA_3_12B), get_config("gemma-3-12b")
     vocabulary = {"name": "", "vocab_size": 262208, "padded_vocab_size": 262208}  # with the image tokens
@@ -335,6 +380,8 @@ def test_unsupported_types_say_the_reason_and_the_closest_type(request):
             values = transformers.AutoConfig.for_model(kind).to_dict()
         except Exception:
             return  # some have no valid defaults
+        if values["model_type"] != kind:
+            return  # another name of a class, such as gpt-sw3
         words = f"^config.json: model_type '{kind}' is not supported.*{REASONS.get(kind, '')}"
         with pytest.raises(UserError, match=words):
             config_from_hf(values)
