@@ -51,6 +51,15 @@ GPT_OSS = {
     "rope_parameters": YARN | {"truncate": False},
 }  # fmt: skip
 QWEN_MOE = {**GROUPED, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 3}
+LINEAR = {
+    **GROUPED, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+LINEAR_MOE = {
+    **LINEAR, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 3,
+    "shared_expert_intermediate_size": 40,
+}  # fmt: skip
+MROPE = {"mrope_interleaved": True, "mrope_section": [1, 1, 0], "rope_type": "default", "rope_theta": 500.0}
 DEEPSEEK = {
     **LLAMA, **NO_PAD, "num_key_value_heads": 4, "moe_intermediate_size": 32, "n_routed_experts": 8, "kv_lora_rank": 16,
     "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
@@ -139,6 +148,21 @@ HF_CONFIGS = {
         use_sliding_window=True,
         sliding_window=16,
     ),
+    "qwen3-next": lambda: transformers.Qwen3NextConfig(**LINEAR_MOE),
+    "qwen3-next-biases-dense-first-not-normed-tied": lambda: transformers.Qwen3NextConfig(
+        **LINEAR_MOE | {"layer_types": None, "linear_num_value_heads": 2, "linear_conv_kernel_dim": 2},
+        full_attention_interval=2,
+        attention_bias=True,
+        mlp_only_layers=[0],
+        norm_topk_prob=False,
+        tie_word_embeddings=True,
+        rope_parameters=YARN | {"partial_rotary_factor": 0.5},
+    ),
+    "qwen3.5": lambda: transformers.Qwen3_5TextConfig(**LINEAR, rope_parameters=MROPE),
+    "qwen3.5-attention-first-tied": lambda: transformers.Qwen3_5TextConfig(
+        **LINEAR | {"layer_types": LINEAR["layer_types"][::-1], "linear_num_key_heads": 4}, tie_word_embeddings=True
+    ),
+    "qwen3.5-moe": lambda: transformers.Qwen3_5MoeTextConfig(**LINEAR_MOE, rope_parameters=MROPE),
     "gpt-oss": lambda: transformers.GptOssConfig(**GPT_OSS),
     "gpt-oss-one-group-low-limit-tied": lambda: transformers.GptOssConfig(
         **{**GPT_OSS, "num_key_value_heads": 1, "head_dim": 32}, swiglu_limit=0.5, tie_word_embeddings=True
@@ -342,7 +366,19 @@ LATENT = {
     },
     "mlp_class_name": "LLaMAMoE", "moe_intermediate_size": 24, "shared_expert_gate": False,
 }  # fmt: skip
+GATED_DELTA_NET = {
+    "vocab_size": 90, "n_query_groups": 2, "head_size": 32, "norm_offset": True, "norm_qk": True,
+    "attention_gate": True, "rotary_percentage": 0.25, "linear_attention_indices": [1, 0],
+    "linear_attention": {"n_key_heads": 2, "n_value_heads": 6, "key_size": 8, "value_size": 16, "conv_size": 4},
+}  # fmt: skip
+GATED_MOE = {
+    **GATED_DELTA_NET, "mlp_class_name": "LLaMAMoE", "n_expert": 6, "n_expert_per_token": 2, "norm_topk_prob": True,
+    "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
+}  # fmt: skip
 NATIVE_CONFIGS = {
+    "qwen3-next": {"family": "qwen3_next", **GATED_MOE, "moe_indices": [1, 0]},
+    "qwen3.5": {"family": "qwen3_5_text", **GATED_DELTA_NET, "tie_embeddings": True},
+    "qwen3.5-moe": {"family": "qwen3_5_moe_text", **GATED_MOE},
     "llama-tied": {"vocab_size": 90, "n_query_groups": 2, "tie_embeddings": True},
     "llama-untied-wide-heads": {"vocab_size": 90, "head_size": 32, "norm_eps": 1e-6, "rope_base": 500.0},
     "llama3-rope": {

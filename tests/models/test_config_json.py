@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from helpers.cases import check_each, has_slow_tests
-from helpers.tiny_configs import HF_CONFIGS, LLAMA
+from helpers.tiny_configs import HF_CONFIGS, LINEAR_MOE, LLAMA, MROPE
+from helpers.tiny_configs import LINEAR as DELTA_NET
 from helpers.tiny_models import from_folder, randomize, relative_error, token_ids
 from safetensors.torch import save_file
 
@@ -364,8 +365,8 @@ def test_text_model_of_multimodal_config_is_read():
 
 REASONS = {
     "mamba2": "state space layers; only", "bart": "an encoder; ", "deepseek_v32": "sparse attention; .*: 'deepseek_v3'",
-    "qwen3_next": "linear attention; the closest that is: 'qwen3'", "lfm2": "convolutions; ", "glm4v_moe": ".*'glm4'",
-    "qwen3_5": "multimodal, and its text model's model_type 'qwen3_5_text' .*linear attention; .*'qwen3'",
+    "olmo_hybrid": "linear attention; the closest that is: 'olmo'", "lfm2": "convolutions; ", "glm4v_moe": ".*'glm4'",
+    "qwen4_exp": "multimodal, and its text model's model_type 'qwen4_exp_text' .*linear attention; .*'qwen3'",
     "gemma3n": "multimodal, .*'gemma3n_text' is not supported; .*: 'gemma3_text'", "rwkv": "recurrent layers; ",
 }  # fmt: skip
 
@@ -390,7 +391,7 @@ def test_unsupported_types_say_the_reason_and_the_closest_type(request):
 
 
 def save_multimodal_model(folder, kind):
-    """Save a random multimodal Gemma 3 or Ministral 3 with transformers."""
+    """Save a random multimodal Gemma 3, Ministral 3 or Qwen3.5 with transformers."""
     images = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
               "image_size": 16, "patch_size": 8}  # fmt: skip
     config = transformers.Gemma3Config(
@@ -402,23 +403,27 @@ def save_multimodal_model(folder, kind):
             "rope_type": "yarn", "llama_4_scaling_beta": 0.5, "rope_theta": 500.0, **YARN}}  # fmt: skip
         vision = images | {"model_type": "pixtral", "head_dim": 16}
         config = transformers.Mistral3Config(text_config=text, vision_config=vision, tie_word_embeddings=True)
+    if kind.startswith("qwen3_5"):
+        text = (DELTA_NET if kind == "qwen3_5" else LINEAR_MOE) | {"rope_parameters": MROPE}
+        vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64}
+        config = transformers.AutoConfig.for_model(kind, text_config=text, vision_config=vision)
     reference = transformers.AutoModelForImageTextToText.from_config(config).eval()
     randomize(reference, seed=0)
     reference.save_pretrained(folder)
     return reference
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "mistral3"])
+@pytest.mark.parametrize("kind", ["gemma3", "mistral3", "qwen3_5", "qwen3_5_moe"])
 @pytest.mark.parametrize("named", ["as files are", "as in memory"])
 def test_text_model_of_multimodal_model_has_equal_logits(kind, named, tmp_path):
     reference = save_multimodal_model(tmp_path / "hf", kind)
-    if named == "as in memory":
-        weights = {name: tensor for name, tensor in reference.state_dict().items() if name != "lm_head.weight"}
+    if named == "as in memory":  # as in the published Qwen3.5, whose experts are stacked
+        is_tied = reference.config.tie_word_embeddings
+        weights = {n: tensor for n, tensor in reference.state_dict().items() if not is_tied or n != "lm_head.weight"}
         save_file(weights, tmp_path / "hf" / "model.safetensors")
     notes, ids = import_hf(tmp_path / "hf", tmp_path / "native"), token_ids() % 90
-    dropped = (
-        r"dropped \d+ weights that the text model does not use: multi_modal_projector \(\d+\), vision_tower \(\d+\)"
-    )
+    others = r"visual" if kind.startswith("qwen3_5") else r"multi_modal_projector \(\d+\), vision_tower"
+    dropped = rf"dropped \d+ weights that the text model does not use: {others} \(\d+\)"
     assert sum(re.fullmatch(dropped, note) is not None for note in notes) == 1
     assert any(re.fullmatch(rf"note: {kind} is multimodal; only its text model \(.*\) is read", note) for note in notes)
     native = load_model(tmp_path / "native").eval()

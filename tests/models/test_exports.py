@@ -34,6 +34,7 @@ COMPANIONS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 EXPERTS = {"mlp_class_name": "LLaMAMoE", "n_expert": 4, "n_expert_per_token": 2}
 LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12}
+LINEAR = {"n_key_heads": 2, "n_value_heads": 2, "key_size": 8, "value_size": 16, "conv_size": 3}
 NO_WINDOW: dict[str, Any] = {"sliding_window_size": None, "sliding_window_indices": None}
 YARN = {"factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "original_max_seq_len": 16}
 
@@ -96,6 +97,12 @@ def changes(config: ModelConfig) -> dict[str, list[dict[str, Any]]]:
         "latent_attention": [
             {"latent_attention": None, "head_size": 16},
             *({"latent_attention": LATENT | {"q_lora_rank": n}, "n_query_groups": 4} for n in (None, 24)),
+        ],
+        "linear_attention": [
+            {"linear_attention": None, "linear_attention_indices": None}, {"linear_attention": LINEAR},
+        ],
+        "linear_attention_indices": [
+            None, *({"linear_attention": LINEAR, "linear_attention_indices": i} for i in (first, [0] * config.n_layer)),
         ],
         "clip_qkv": [None, 1],
         "embedding_multiplier": [1, 3],

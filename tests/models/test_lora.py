@@ -17,7 +17,11 @@ from toolkit.models.lora_layers import AdaptedLayer
 
 LLAMA = ModelConfig(vocab_size=160, block_size=32, n_layer=2, n_head=4, n_query_groups=2, n_embd=32)
 NEOX = dataclasses.replace(LLAMA, n_query_groups=4, bias=True, norm_class_name="LayerNorm", mlp_class_name="GptNeoxMLP")
-DENSE = [part for part in PARTS if part not in ("experts", "router")]
+DELTA_NET = dataclasses.replace(
+    LLAMA, attention_gate=True, linear_attention_indices=[1, 0],
+    linear_attention={"n_key_heads": 2, "n_value_heads": 4, "key_size": 8, "value_size": 8, "conv_size": 4},
+)  # fmt: skip
+DENSE = [part for part in PARTS if part not in ("experts", "router", "linear_attention")]
 NONE = dict.fromkeys(PARTS, False)
 ALL = NONE | dict.fromkeys(DENSE, True)
 NO_HEAD = {**ALL, "head": False}
@@ -82,6 +86,16 @@ def test_unmerged_adapters_equal_merged_adapters(config, kind, options):
         torch.testing.assert_close(actual, reference, rtol=1e-5, atol=1e-5)
         assert (actual - plain).abs().max() > 1e-2
         torch.testing.assert_close(model(ids, ids)[0], merged(model)(ids, ids)[0], rtol=1e-6, atol=0)
+
+
+def test_adapters_of_linear_attention_and_of_gated_queries():
+    model = adapted(DELTA_NET, linear_attention=True, query=True)
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens()), merged(model)(tokens()), rtol=1e-5, atol=1e-5)
+    names = {name.partition(".h.")[2] for name in model.state_dict() if is_adapter(name) and name.endswith(".A")}
+    layers = ("in_qkv", "in_gate", "in_beta", "in_decay", "proj")
+    assert names == {"1.attn.qkv.lora.query.A"} | {f"0.attn.{layer}.lora.whole.A" for layer in layers}
+    assert model.transformer.h[1].attn.qkv.lora.query.B.shape == (64, 4)  # gates and queries
 
 
 @pytest.mark.parametrize("part", ["query", "key", "value"])

@@ -256,6 +256,8 @@ CASES = [
      "--lora_experts true has no effect with a model without experts (MoE); remove it"),
     ({"lora": LoRAConfig(router=True)}, {"model": LLAMA},
      "--lora_router true has no effect with a model without experts (MoE); remove it"),
+    ({"lora": LoRAConfig(linear_attention=True)}, {"model": LLAMA},
+     "--lora_linear_attention true has no effect with a model without linear attention; remove it"),
     ({"lora": LoRAConfig(mlp=True)}, {"model": get_config("Mixtral-8x7B-v0.1")},
      "--lora_mlp true has no effect with a model whose MLPs are all experts (MoE); use --lora_experts true"),
     (LORA, {"precision": "bf16-master"},

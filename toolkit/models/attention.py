@@ -15,7 +15,10 @@ from toolkit.models.rope import RotaryEmbedding
 
 
 class CausalSelfAttention(nn.Module):
-    """Compute proj(attention(q, k, v)). The rows of ``qkv`` are all queries, then all keys, then all values."""
+    """Compute proj(attention(q, k, v)). The rows of ``qkv`` are all queries, then all keys, then all values.
+
+    With ``attention_gate``, the rows of the output's gates come first.
+    """
 
     may_be_unit = True  # of FSDP, by size or class
 
@@ -24,8 +27,8 @@ class CausalSelfAttention(nn.Module):
         self.n_head, self.n_groups, self.head_size = config.n_head, config.n_query_groups, config.head_size
         self.scale, self.clip_qkv = config.attention_scale, config.clip_qkv
         self.softcap = config.attention_logit_softcapping
-        width = (self.n_head + 2 * self.n_groups) * self.head_size
-        self.qkv = nn.Linear(config.n_embd, width, bias=config.bias or config.attn_bias)
+        self.has_gate = config.attention_gate
+        self.qkv = nn.Linear(config.n_embd, sum(self.stacked_rows[1]), bias=config.bias or config.attn_bias)
         self.proj = nn.Linear(self.n_head * self.head_size, config.n_embd, bias=config.bias or config.attn_proj_bias)
         self.norm_after_rope = config.norm_qk_after_rope
         self.norm_q: Norm | None = None
@@ -36,9 +39,9 @@ class CausalSelfAttention(nn.Module):
 
     @property
     def stacked_rows(self) -> tuple[str, tuple[int, ...]]:
-        """The fused layer's name, and its number of query, key and value rows."""
-        n_keys = self.n_groups * self.head_size
-        return "qkv", (self.n_head * self.head_size, n_keys, n_keys)
+        """The fused layer's name, and its number of gate (if any), query, key and value rows."""
+        n_queries, n_keys = self.n_head * self.head_size, self.n_groups * self.head_size
+        return "qkv", (*[n_queries] * (1 + self.has_gate), n_keys, n_keys)
 
     def forward(
         self,
@@ -55,6 +58,9 @@ class CausalSelfAttention(nn.Module):
         """
         qkv = self.qkv(x) if kv_source is None else self._cross_projection(x, kv_source)
         B, T, _ = qkv.shape
+        gate: Tensor | None = None
+        if self.has_gate:
+            gate, qkv = qkv.tensor_split((self.n_head * self.head_size,), dim=-1)
         if self.clip_qkv is not None:
             qkv = qkv.clamp(-self.clip_qkv, self.clip_qkv)
         qkv = qkv.view(B, T, self.n_head + 2 * self.n_groups, self.head_size)
@@ -72,14 +78,15 @@ class CausalSelfAttention(nn.Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads or groups, T, head_size)
         k, v = visible_keys(k, v, attn_mask, cache)
         y = attend(q, k, v, attn_mask, self.scale, self.softcap, self.sinks)
-        return self.proj(y.transpose(1, 2).flatten(2))
+        y = y.transpose(1, 2).flatten(2)
+        return self.proj(y if gate is None else y * gate.sigmoid())
 
     def _cross_projection(self, x: Tensor, kv_source: Tensor) -> Tensor:
         """Project queries from x, keys and values from kv_source.
 
         Both pass through the complete layer, because its weights may be quantized or have adapters.
         """
-        n_queries = self.n_head * self.head_size
+        n_queries = sum(self.stacked_rows[1][:-2])
         queries = self.qkv(x)[..., :n_queries].expand(*kv_source.shape[:2], -1)
         return torch.cat((queries, self.qkv(kv_source)[..., n_queries:]), dim=-1)
 

@@ -3,6 +3,8 @@
 | parameter | initial value |
 |---|---|
 | weights of norms (:data:`NORMS`) | 1; 0 with norm_offset |
+| ``attn.out_norm`` (linear attention), ``attn.dt_bias`` | 1 |
+| ``attn.A_log`` (as in transformers) | log of uniform, 0.01 to 16 |
 | all biases, ``mlp.correction`` | 0 |
 | ``layer_scalar``, ``mlp.gate_scale``, ``mlp.expert_scale`` | 1 |
 | ``mlp.alpha_p``, ``mlp.alpha_n`` (slopes of 0.8 after softplus and beta), ``mlp.beta``, ``mlp.eps`` | :data:`XIELU` |
@@ -48,6 +50,10 @@ def draw(name: str, shape: torch.Size | tuple[int, ...], *, seed: int, config: M
         return torch.ones(shape, device="cpu")
     if kind in XIELU:
         return torch.full(shape, XIELU[kind], device="cpu")
+    if kind == "dt_bias" or module.endswith(".out_norm"):
+        return torch.ones(shape, device="cpu")
+    if kind == "A_log":
+        return torch.empty(shape, device="cpu").uniform_(0.01, 16, generator=parameter_generator(name, seed)).log_()
     if module.rpartition(".")[2] in NORMS:
         return torch.full(shape, 0.0 if config.norm_offset else 1.0, device="cpu")
     std = STD / math.sqrt(2 * config.n_layer) if module.endswith(".proj") else STD

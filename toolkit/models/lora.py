@@ -37,9 +37,12 @@ def add_lora(model: GPT, config: LoRAConfig) -> None:
     """
     model.requires_grad_(False)
     for block in model.blocks:
-        for name, rows_of in attention_rows(model.config).items():
-            _adapt(block.attn, name, config, {part: rows for part, rows in rows_of.items() if part in config.parts})
-        _adapt(block.attn, "proj", config, {_ALL_ROWS: config.projection})
+        if block.uses_linear_attention:
+            _adapt_all(block.attn, config, config.linear_attention)
+        else:
+            for name, rows_of in attention_rows(model.config).items():
+                _adapt(block.attn, name, config, {part: rows for part, rows in rows_of.items() if part in config.parts})
+            _adapt(block.attn, "proj", config, {_ALL_ROWS: config.projection})
         dense: nn.Module | None = block.mlp
         if isinstance(dense, LLaMAMoE):
             _adapt(dense, "gate", config, {_ALL_ROWS: config.router})
@@ -116,8 +119,8 @@ def adapter_values(model: nn.Module, seed: int, weight_of: Callable[[str], Tenso
 
 
 def attention_rows(config: ModelConfig) -> dict[str, dict[str, range]]:
-    """Return the query, key and value rows of the attention projections, by layer name."""
-    q, kv = config.n_head * config.head_size, config.n_query_groups * config.head_size
+    """Return the query (with the gate's), key and value rows of the attention projections, by layer name."""
+    q, kv = (1 + config.attention_gate) * config.n_head * config.head_size, config.n_query_groups * config.head_size
     if config.latent_attention is not None:
         k = config.n_head * config.latent_attention["qk_nope_head_dim"]
         keys_and_values = {"key": range(k), "value": range(k, k + config.n_head * config.value_size)}
@@ -126,8 +129,8 @@ def attention_rows(config: ModelConfig) -> dict[str, dict[str, range]]:
 
 
 def _adapt_all(owner: nn.Module, config: LoRAConfig, is_adapted: bool) -> None:
-    """Replace all layers of an MLP or of its experts."""
-    for name, _ in list(owner.named_children()):
+    """Replace all linear layers of an MLP, of its experts or of linear attention."""
+    for name in [name for name, child in owner.named_children() if hasattr(child, "out_features")]:
         _adapt(owner, name, config, {_ALL_ROWS: is_adapted})
 
 

@@ -11,7 +11,7 @@ from toolkit.errors import UserError, require_option
 
 Quantize = Literal["bnb.nf4", "bnb.nf4-dq"]
 # The parts of the model that can have adapters, each a field of LoRAConfig.
-PARTS = ("query", "key", "value", "projection", "mlp", "head", "experts", "router")
+PARTS = ("query", "key", "value", "projection", "mlp", "head", "experts", "router", "linear_attention")
 SCORE, TRAINED_SCORE = "score.weight", "score.lora.weight"
 """Names of the score layer's weight: in a model, and in a model with adapters."""
 
@@ -32,6 +32,7 @@ class LoRAConfig:
         head: Adapt the LM head.
         experts: Adapt all linear layers of the experts, with an adapter per expert.
         router: Adapt the router of the experts.
+        linear_attention: Adapt all linear layers of linear attention.
         rslora: Rank-stabilized LoRA (Kalajdzievski 2023): scaling is alpha / sqrt(r).
         dora: Weight-decomposed LoRA (DoRA, Liu et al. 2024): train magnitude and direction separately.
     """
@@ -47,6 +48,7 @@ class LoRAConfig:
     head: bool = False
     experts: bool = False
     router: bool = False
+    linear_attention: bool = False
     rslora: bool = False
     dora: bool = False
 
@@ -80,8 +82,9 @@ class LoRAConfig:
         return tuple(part for part in PARTS if getattr(self, part))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields for a file. Versions without experts and router refuse these names: write them if used."""
-        return {name: value for name, value in asdict(self).items() if value or name not in ("experts", "router")}
+        """Return the fields for a file. Older versions refuse the names of newer parts: write these if used."""
+        newer = ("experts", "router", "linear_attention")
+        return {name: value for name, value in asdict(self).items() if value or name not in newer}
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> LoRAConfig:
@@ -109,6 +112,8 @@ class LoRAOptions:
         lora_head: Adapt the language model head.
         lora_experts: Adapt all linear layers of the experts, with an adapter per expert.
         lora_router: Adapt the router of the experts.
+        lora_linear_attention: Adapt all linear layers of linear attention; query, key, value and projection are
+            attention's.
         lora_rslora: Rank-stabilized LoRA: scaling is lora_alpha / sqrt(lora_r).
         lora_dora: DoRA: also train the magnitude of each row.
         loraplus_lr_ratio: LoRA+ (Hayou et al. 2024): ratio of the learning rates of B and A, such as 16.
@@ -129,6 +134,7 @@ class LoRAOptions:
     lora_head: bool = False
     lora_experts: bool = False
     lora_router: bool = False
+    lora_linear_attention: bool = False
     lora_rslora: bool = False
     lora_dora: bool = False
     loraplus_lr_ratio: float = 1.0

@@ -97,6 +97,9 @@ _NO_BLOCKS = Use("a module without known blocks", lambda f: f.module is not None
 _EXPERTS = Use("experts (MoE)", lambda f: f.model is not None and f.model.n_moe_layer > 0)
 _NO_EXPERTS = Use("a model without experts (MoE)", lambda f: f.model is not None and f.model.n_moe_layer == 0)
 _LINEAR_ATTENTION = Use("linear attention", lambda f: f.model is not None and f.model.linear_attention is not None)
+_NO_LINEAR_ATTENTION = Use(
+    "a model without linear attention", lambda f: f.model is not None and f.model.linear_attention is None
+)
 _COMPILER = Use("--compiler {compiler:NAME of an extension's compiler}", lambda f: f.compiler not in COMPILERS)
 _OBJECTIVE = Use("--objective {objective_name:NAME}", lambda f: f.objective_name != "NextToken")
 _PREFERENCES = Use(
@@ -146,6 +149,7 @@ ROWS: tuple[Row, ...] = (
     *(Row(size, _LINEAR_ATTENTION, reason) for size, reason in (
         (_TENSOR, "it is not divided"), (_CONTEXT, "its state needs complete rows"),
         (_PIPELINE, "its state is not passed on"))),
+    _no_effect(_adapters("linear_attention"), _NO_LINEAR_ATTENTION),
     # tensor parallelism
     Row(_TENSOR, _EXPERTS, "they are not divided"),
     Row(_TENSOR, Use("latent attention (MLA)", lambda f: f.model is not None and f.model.latent_attention is not None),

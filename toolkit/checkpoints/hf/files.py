@@ -38,10 +38,10 @@ class StoredTensor(NamedTuple):
 
 
 class Dequantized(NamedTuple):
-    """A quantized weight, stored as several tensors. ``dequantize`` converts them to bfloat16 in memory."""
+    """A weight that ``dequantize`` computes from stored tensors when it is read, by default in bfloat16."""
 
     shape: tuple[int, ...]
-    parts: tuple[StoredTensor, ...]
+    parts: tuple["Weight", ...]
     dequantize: Callable[..., Tensor]
     dtype: torch.dtype = torch.bfloat16
 

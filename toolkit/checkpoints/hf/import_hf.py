@@ -16,7 +16,7 @@ from toolkit.checkpoints.finite import write_weights
 from toolkit.checkpoints.folder import CONFIG as CHECKPOINT_CONFIG
 from toolkit.checkpoints.folder import load_compatible_weights, read_model_config, write_model_config
 from toolkit.checkpoints.hf.export_hf import to_hf_names
-from toolkit.checkpoints.hf.files import Weight, close
+from toolkit.checkpoints.hf.files import Dequantized, Weight, close
 from toolkit.checkpoints.hf.mtp import on_meta, write_mtp
 from toolkit.checkpoints.hf.origin import ORIGIN_FILE
 from toolkit.checkpoints.hf.reader import CONFIG, find_weights, quantized_bits
@@ -239,11 +239,34 @@ def _add_prefix(hf_weights: dict[str, Weight], config: ModelConfig) -> dict[str,
     """
     expected = {name for entry in family_of(config).weight_map(config) for name in entry.hf}
     prefix = _hf_name(config, _EMBEDDING).split(".")[0]
-    renamed = {}
+    hf_weights, renamed = _split_experts(hf_weights, expected), {}
     for name, stored in hf_weights.items():
         candidates = f"{prefix}.{name}", name.replace("language_model.", "", 1)
         renamed[next((other for other in candidates if other in expected and other not in hf_weights), name)] = stored
     return renamed
+
+
+def _split_experts(hf_weights: dict[str, Weight], expected: set[str]) -> dict[str, Weight]:
+    """Split stacked experts, as in Qwen3.5's files, where the weight map has the weights of each expert."""
+    split: dict[str, Weight] = {}
+    for name, stored in hf_weights.items():
+        experts, _, kind = name.rpartition(".")
+        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(kind, ("",))
+        first = f"{experts}.0.{parts[0]}.weight".replace("language_model.", "", 1)
+        if first not in expected or len(stored.shape) != 3:
+            split[name] = stored
+            continue
+        n, rows, columns = stored.shape
+        rows //= len(parts)
+        for e in range(n):
+            for i, part in enumerate(parts):
+                read = functools.partial(_rows_of_expert, e, i * rows, rows)
+                split[f"{experts}.{e}.{part}.weight"] = Dequantized((rows, columns), (stored,), read, stored.dtype)
+    return split
+
+
+def _rows_of_expert(expert: int, first: int, rows: int, stack: Tensor) -> Tensor:
+    return stack[expert, first : first + rows]
 
 
 def _drop_unused(

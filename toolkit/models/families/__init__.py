@@ -50,12 +50,16 @@ FAMILIES: dict[str, str] = {
         "seed_oss": ("seed_oss",),
         "cohere2": ("cohere2",), "olmoe": ("olmoe",), "hunyuan": ("hunyuan_v1_dense",), "exaone4": ("exaone4",),
         "ernie4_5": ("ernie4_5", "ernie4_5_moe"), "apertus": ("apertus",),
+        "qwen_next": ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
     }.items()
     for model_type in model_types
 }  # fmt: skip
 
 # model_type of multimodal models -> model types of their text model, which is read from text_config
-MULTIMODAL = {"gemma3": ("gemma3_text",), "gemma4": ("gemma4_text",), "mistral3": ("mistral", "ministral3")}
+MULTIMODAL = {
+    "gemma3": ("gemma3_text",), "gemma4": ("gemma4_text",), "mistral3": ("mistral", "ministral3"),
+    "qwen3_5": ("qwen3_5_text",), "qwen3_5_moe": ("qwen3_5_moe_text",),
+}  # fmt: skip
 # Weights of a multimodal model outside its text model: vision, audio, and what projects them to the text's embeddings.
 _OTHER_MODALITIES = (
     "vision_tower.",

@@ -52,6 +52,8 @@ _EFFECTS: dict[str, Callable[[ModelConfig], Any]] = {
     "attn_bias": lambda c: c.bias or c.attn_bias,
     "attn_proj_bias": lambda c: c.bias or c.attn_proj_bias,
     "gelu_approximate": lambda c: c.mlp_class_name in ("GemmaMLP", "GptNeoxMLP") and c.gelu_approximate,
+    "linear_attention": lambda c: any(map(c.has_linear_attention, range(c.n_layer))) and c.linear_attention,
+    "linear_attention_indices": lambda c: [c.has_linear_attention(i) for i in range(c.n_layer)],
     "logits_scaling": lambda c: round(c.logits_scaling, 9),  # Cohere's files have the inverse
     "moe_indices": lambda c: [c.has_experts(i) for i in range(c.n_layer)],
     "norm_bias": lambda c: c.norm_class_name == "LayerNorm" and c.norm_affine and c.norm_bias,

@@ -28,11 +28,15 @@ class Task(NamedTuple):
 
 _WITHOUT = (
     "cohere2", "ernie4_5", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "granite", "granitemoe", "olmoe",
+    "qwen3_5_moe_text",
 )  # fmt: skip
+# Start of the class names, where they are not the language model's.
+_TEXT_CLASSES = {"gemma3_text": "Gemma3Text", "qwen3_5_text": "Qwen3_5Text"}
 _LANGUAGE_MODEL = Task("ForCausalLM", "text-generation", "CAUSAL_LM")
 _SEQUENCE = Task("ForSequenceClassification", "text-classification", "SEQ_CLS", (*_WITHOUT, "apertus"))
 _ONLY_SEQUENCES = (
     "deepseek_v2", "falcon", "gemma3_text", "gpt2", "gpt_neox", "hunyuan_v1_dense", "olmo", "olmo2", "olmo3",
+    "qwen3_5_text",
 )  # fmt: skip
 _TOKEN = Task("ForTokenClassification", "token-classification", "TOKEN_CLS", (*_WITHOUT, *_ONLY_SEQUENCES))
 _BIAS = "token_classification_bias"
@@ -60,8 +64,8 @@ def write_head(config: ModelConfig, values: Fields) -> Fields:
         )
     (name,) = values["architectures"]
     name = name.replace("LMHeadModel", "ForCausalLM").replace("ForCausalLM", task.suffix)
-    if config.family == "gemma3_text":
-        name = f"Gemma3Text{task.suffix}"
+    if config.family in _TEXT_CLASSES:
+        name = _TEXT_CLASSES[config.family] + task.suffix
     labels = config.labels or ["LABEL_0"]
     names = {"id2label": dict(enumerate(labels)), "label2id": {label: i for i, label in enumerate(labels)}}
     names |= {_BIAS: False} if task is _TOKEN else {"problem_type": config.problem_type}

@@ -81,12 +81,12 @@ def from_hf_config(config_json: Fields) -> ModelConfig:
         moe_intermediate_size=config_json["moe_intermediate_size"],
         norm_topk_prob=config_json.get("norm_topk_prob", False),
         shared_expert_intermediate_size=config_json["shared_expert_intermediate_size"] if is_qwen2 else None,
-        moe_indices=_read_layers(config_json),
+        moe_indices=read_moe_layers(config_json),
         router_aux_loss_coef=config_json.get("router_aux_loss_coef", 0.001),
     )
 
 
-def _read_layers(config_json: Fields) -> list[int] | None:
+def read_moe_layers(config_json: Fields) -> list[int] | None:
     """Return ``moe_indices``: every ``decoder_sparse_step``-th layer has experts, except ``mlp_only_layers``."""
     step, dense = config_json.get("decoder_sparse_step", 1), config_json.get("mlp_only_layers") or []
     indices = [int(i not in dense and (i + 1) % step == 0) for i in range(config_json["num_hidden_layers"])]

@@ -121,6 +121,20 @@ def interleave_heads(n_head: int, *widths: int) -> Transform:
     return Transform(to_hf, from_hf)
 
 
+def join_gates(n_head: int) -> Transform:
+    """Join the first two tensors, the rows of gates and queries, into each head's queries and gates (Qwen3-Next)."""
+
+    def to_hf(tensors: list[Tensor]) -> list[Tensor]:
+        gates, queries = (tensor.unflatten(0, (n_head, -1)) for tensor in tensors[:2])
+        return [_concat([queries, gates], 1)[0].flatten(0, 1), *tensors[2:]]
+
+    def from_hf(tensors: list[Tensor]) -> list[Tensor]:
+        queries, gates = tensors[0].unflatten(0, (n_head, 2, -1)).unbind(1)
+        return [gates.flatten(0, 1), queries.flatten(0, 1), *tensors[1:]]
+
+    return Transform(to_hf, from_hf)
+
+
 def interleave_pairs(n_head: int, before: int, rotated: int, after: int = 0) -> Transform:
     """Reorder each head's rotated rows from half-split to adjacent pairs (DeepSeek).
 
@@ -231,11 +245,12 @@ def queries_keys_values(config: ModelConfig, native: str, hf: str, rope_pairs: b
     q, kv = config.n_head * config.head_size, config.n_query_groups * config.head_size
     rotated, heads = config.rope_n_elem, config.n_head + config.n_query_groups
     pairs = (interleave_pairs(heads, 0, rotated, config.head_size - rotated),) if rope_pairs else ()
+    split = (split_rows(q, q, kv, kv), join_gates(config.n_head)) if config.attention_gate else (split_rows(q, kv, kv),)
     return [
         WeightMapping(
             (f"{native}.attn.qkv.{kind}",),
             tuple(f"{hf}.self_attn.{p}_proj.{kind}" for p in "qkv"),
-            (*pairs, split_rows(q, kv, kv)),
+            (*pairs, *split),
         )
         for kind in (("weight", "bias") if config.bias or config.attn_bias else ("weight",))
     ]
@@ -289,6 +304,7 @@ def decoder_weights(
     mlp: PartMap = dense_mlp,
     moe: PartMap = experts,
     attention: PartMap | None = None,
+    linear_attention: PartMap | None = None,
 ) -> WeightMap:
     """Return the weight map of a model with Llama's weight names. Parts may be missing or added.
 
@@ -297,6 +313,7 @@ def decoder_weights(
         moe: Function that maps an MoE layer, given the config and the layer's native and Hugging Face prefixes.
         mlp: Same, for a dense MLP. Default: gate, up and down projections.
         attention: Same, for attention. Default: query, key, value and output projections.
+        linear_attention: Same, for linear attention.
         fused: Hugging Face also fuses the QKV projections (Phi-3).
         rope_pairs: Hugging Face rotates adjacent rows of queries and keys (GLM-4), see :func:`interleave_pairs`.
         names: Hugging Face's names of norms and of attention's output projection that differ, by native name.
@@ -316,7 +333,9 @@ def decoder_weights(
         for name, is_present in has_norm.items():
             if is_present and config.norm_affine:
                 maps += linear(f"{native}.{name}", f"{hf}.{names[name]}", norm_bias)
-        if attention is not None:
+        if linear_attention is not None and config.has_linear_attention(i):
+            maps += linear_attention(config, native, hf)
+        elif attention is not None:
             maps += attention(config, native, hf)
         else:
             maps += _attention(config, native, hf, names, fused, rope_pairs)

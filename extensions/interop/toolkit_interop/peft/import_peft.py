@@ -147,7 +147,7 @@ def import_peft(folder: Path, config: ModelConfig) -> tuple[LoRAConfig, Tensors,
     adapters: Tensors = {}
     note = None
     for layer in layers:
-        fused = hf_fused if layer.is_fused_in_hf else qkv if _is_fused_qkv(layer) else _Fused(lora.r)
+        fused = hf_fused[tuple(layer.rows)] if layer.is_fused_in_hf else qkv if _is_fused_qkv(layer) else _Fused(lora.r)
         placed = layer.adapters(model)
         adapters |= _convert_layer(layer, placed, peft, fused)
         if len(placed) > 1 and not fused.parts and _is_fused(layer):
@@ -243,6 +243,8 @@ def _adapted_parts(layers: list[Layer], tensors: dict[str, Any], config: ModelCo
 def _parts(layer: Layer, config: ModelConfig) -> dict[str, range]:
     """Return {part of LoRAConfig: row range} of a layer."""
     name = layer.names[0].rpartition(".")[2]
+    if ".attn." in layer.names[0] and config.has_linear_attention(int(layer.names[0].split(".")[2])):
+        return {"linear_attention": range(layer.out_features)}
     if ".attn." in layer.names[0] and name != "proj":
         return attention_rows(config).get(name, {})
     kinds = {"lm_head": "head", "gate": "router"}  # of a model with experts
@@ -302,17 +304,22 @@ def _detect_fused_parts(peft: _PeftAdapters, lora: LoRAConfig, config: ModelConf
     return replace(lora, **{part: part in parts for part in all_parts}), _Fused(rank, parts)
 
 
-def _split_hf_fused(peft: _PeftAdapters, lora: LoRAConfig) -> _Fused:
-    """Like :func:`_detect_fused_parts`, for MLP layers that only Hugging Face fuses. All of their parts are adapted."""
-    layers = [layer for layer in peft.layers if layer.is_fused_in_hf]
-    rank = peft.rank(lora, layers)
-    if rank == lora.r:
-        return _Fused(rank)
-    columns = peft.nonzero_column_masks(layers, layers[0].rows, rank)
-    fused = _Fused(rank, tuple(columns))
-    if rank != lora.r * len(columns) or not _are_in_blocks(columns, fused):
-        raise peft.pattern_error()
-    return fused
+def _split_hf_fused(peft: _PeftAdapters, lora: LoRAConfig) -> dict[tuple[str, ...], _Fused]:
+    """Like :func:`_detect_fused_parts`, for layers that only Hugging Face fuses, by the names of their parts.
+
+    All of their parts are adapted.
+    """
+    layouts: dict[tuple[str, ...], _Fused] = {}
+    for parts in {tuple(layer.rows) for layer in peft.layers if layer.is_fused_in_hf}:
+        layers = [layer for layer in peft.layers if tuple(layer.rows) == parts]
+        rank = peft.rank(lora, layers)
+        layouts[parts] = _Fused(rank)
+        if rank != lora.r:
+            columns = peft.nonzero_column_masks(layers, layers[0].rows, rank)
+            layouts[parts] = fused = _Fused(rank, parts)
+            if rank != lora.r * len(parts) or not _are_in_blocks(columns, fused):
+                raise peft.pattern_error()
+    return layouts
 
 
 def _are_in_blocks(columns: Tensors, fused: _Fused) -> bool:
