@@ -152,3 +152,37 @@ def test_extreme_decays_and_betas_are_finite() -> None:
             outputs = gated_delta_rule(*leaves, starts_at((40,), 130))
             gradients = torch.autograd.grad(sum(x.sum() for x in outputs), leaves)
             assert all(x.isfinite().all() for x in (*outputs, *gradients))
+
+
+@pytest.mark.slow
+def test_compiles() -> None:
+    """One graph serves all lengths, packed or not, and autocast rounds no product of the rule."""
+    from torch._dynamo.utils import counters
+
+    def layer(x, weight, a, b, starts):
+        y, _ = causal_conv(x @ a, weight, None, starts)
+        q, k, v, log_decay, beta = y.split((16, 16, 24, 2, 2), dim=-1)
+        q, k, v = (each.unflatten(-1, (2, -1)) for each in (q, k, v))
+        return gated_delta_rule(q, k, v, -log_decay.float().exp(), beta.sigmoid(), starts=starts)[0].flatten(2) @ b
+
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(s, generator=generator).requires_grad_() for s in ((60, 4), (8, 60), (24, 8))]
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for is_rounded in (False, True):
+        for T in (100, 77, 333):
+            x, starts = torch.randn(2, T, 8, generator=generator), starts_at(PACKED, T)
+            results = []
+            for run in (layer, compiled):
+                with torch.autocast("cpu", torch.bfloat16, enabled=is_rounded):
+                    y = run(x, *weights, starts)
+                results.append((y, *torch.autograd.grad(y.float().square().mean(), weights)))
+            for actual, expected in zip(*results, strict=True):
+                assert (actual - expected).norm() <= (2e-2 if is_rounded else 1e-5) * expected.norm()
+    assert counters["stats"]["unique_graphs"] <= 4
+    *inputs, state = make_inputs(70, torch.bfloat16)
+    plain = gated_delta_rule(*inputs, state)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert all(map(torch.equal, gated_delta_rule(*inputs, state), plain))
+    torch.library.opcheck(torch.ops.toolkit.gated_delta_rule.default, (*make_inputs(70), starts_at(PACKED, 70), 64))

@@ -218,7 +218,7 @@ def _prepare(
 def _scan(c: _Chunks, inverse: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return N, the state before each chunk, what each token reads from it, K S, and the last state."""
     shape = *c.v.shape[:-2], c.k.size(-1), c.v.size(-1)
-    last = c.v.new_zeros(shape[1:]) if state is None else state.reshape(shape[1:])
+    last = c.v.new_zeros(shape[1:]) if state is None else state.to(c.v.dtype).reshape(shape[1:])
     new, states, read, keys = torch.empty_like(c.v), c.v.new_empty(shape), torch.empty_like(c.v), c.to_end * c.k
     for i, total in enumerate(c.total):
         states[i] = last
@@ -275,13 +275,13 @@ def _split(x: Tensor, v: Tensor, size: int, n_key_heads: int) -> Tensor:
     """(B, T, heads, width) -> (chunks, B, n_key_heads, heads per key head, size, width), padded with zeros."""
     dtype = x.dtype if v.dtype == torch.bool else _compute_dtype(v)
     x = F.pad(x, (0, 0, 0, 0, 0, -x.size(1) % size)).unflatten(1, (-1, size)).unflatten(3, (n_key_heads, -1))
-    return x.permute(1, 0, 3, 4, 2, 5).to(dtype, memory_format=torch.contiguous_format)
+    return x.permute(1, 0, 3, 4, 2, 5).to(dtype).contiguous()
 
 
 def _joined(x: Tensor, like: Tensor) -> Tensor:
     """Invert :func:`_split`; the result has the shape and dtype of ``like``, with or without a width of 1."""
     x = x.permute(1, 0, 4, 2, 3, 5).flatten(1, 2).flatten(2, 3)[:, : like.size(1)]
-    return x.reshape(like.shape).to(like.dtype, memory_format=torch.contiguous_format)
+    return x.reshape(like.shape).to(like.dtype).contiguous()
 
 
 def _normalized(x: Tensor) -> Tensor:
