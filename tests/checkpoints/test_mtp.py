@@ -8,22 +8,29 @@ import errno
 import json
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from helpers.cases import slow_except
-from helpers.damage import flip
+from helpers.damage import change_json, flip
+from helpers.groups import Case, run_group
+from helpers.peak_memory import with_path
 from helpers.sealing import seal
 from helpers.small_runs import write_base, write_rows
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import toolkit
+from tests.checkpoints.hf.test_fp8 import QUANTIZATION
 from tests.checkpoints.test_adapters import make
+from tests.checkpoints.test_streaming import MEASURE
 from tests.commands.test_consolidate import make_checkpoint, shard
 from toolkit.checkpoints.hf import export_hf
-from toolkit.checkpoints.store import MTP
+from toolkit.checkpoints.hf.import_hf import import_hf
+from toolkit.checkpoints.store import MTP, newest_first
 from toolkit.cli import main
 from toolkit.data.tokenizer import train_bpe
 
@@ -50,7 +57,7 @@ def write_hf(kind: str, folder: Path, tiny_models, corpus: Path) -> dict[str, to
     trunk = load_file(folder / "model.safetensors")
     mtp = {name.replace(layer, prefix): t.bfloat16() for name, t in trunk.items() if name.startswith(layer)}
     size = trunk["model.norm.weight"].numel()
-    mtp |= {f"{prefix}eh_proj.weight": torch.randn(size, 2 * size), f"{prefix}shared_head.head.weight": torch.randn(9)}
+    mtp |= {f"{prefix}eh_proj.weight": torch.randn(size, 2 * size) / size}
     for i, norm in enumerate(("enorm", "hnorm", "shared_head.norm")):
         mtp[f"{prefix}{norm}.weight"] = torch.full((size,), 1.0 + i / 8)
     save_file(trunk | mtp, folder / "model.safetensors", metadata={"format": "pt"})
@@ -220,3 +227,110 @@ def test_s1_full_disk_and_lost_base_leave_the_last_checkpoint(corpus, tmp_path, 
         "best", "final", "step-00000001"
     ]  # fmt: skip
     assert main(["verify", str(run)]) == 0
+
+
+# Runs a command without hard links, and kills the process in the middle of a copy for step 2.
+KILLED = """
+import errno, os, shutil, sys
+from toolkit.cli import main
+
+def link(source, target):
+    raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+def copy(source, target):
+    if "step-00000002" in str(target):
+        target.write_bytes(source.read_bytes()[:50])
+        os._exit(9)
+    shutil.copyfile(source, target)
+
+os.link, shutil.copy2 = link, copy
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.slow
+def test_s1_kill_during_the_copy_leaves_the_last_checkpoint(corpus, tmp_path):
+    """Without hard links; the next launch removes the rest and goes on."""
+    (tmp_path / "base").mkdir()
+    base, run = with_mtp(write_base(tmp_path / "base", corpus)), tmp_path / "run"
+    words = ["finetune_full", str(base), "--data.json_path", str(write_rows(tmp_path)), "--out_dir", str(run), *RUN]
+    words += ["--train.save_interval", "1", "--train.max_steps", "3"]
+    killed = subprocess.run([sys.executable, "-c", KILLED, *words], env=with_path(), capture_output=True, text=True)
+    assert killed.returncode == 9, killed.stderr
+    assert [path.name for path in newest_first(run)] == ["step-00000001"] and len(list(run.glob(".tmp-*"))) == 1
+    assert main(["verify", str(run)]) == 0
+    assert main([*words, "--resume", "auto"]) == 0
+    assert main(["verify", str(run)]) == 0 and not list(run.glob(".tmp-*"))
+    require_equal(load_file(run / "final" / MTP), load_file(base / MTP))
+
+
+@pytest.mark.slow
+def test_sharded_remote_and_resumed_runs_keep_mtp_weights(corpus, tmp_path):
+    (tmp_path / "base").mkdir()
+    base = with_mtp(write_base(tmp_path / "base", corpus))
+    flags = [str(base), "--data.json_path", str(write_rows(tmp_path)), *RUN, "--train.save_interval", "1"]
+    flags += ["--train.max_steps", "2"]
+    fsdp = ["--strategy", "fsdp", "--train.micro_batch_size", "1", "--fsdp.state_dict_type"]
+    cases = [Case(kind, [*flags, *fsdp, kind], command="finetune_full") for kind in ("full", "sharded")]
+    run_group(tmp_path, 2, cases, [])
+    for folder in [*newest_first(tmp_path / "full"), *newest_first(tmp_path / "sharded")]:
+        assert (folder / MTP).samefile(base / MTP), folder
+        assert main(["verify", str(folder)]) == 0
+    step, remote = tmp_path / "sharded" / "step-00000001", f"file://{tmp_path}/bucket/run"
+    assert main(["finetune_full", *flags, "--out_dir", remote, "--resume", str(step)]) == 0
+    assert main(["convert_to_hf", f"{remote}/final", str(tmp_path / "hf")]) == 0
+    with safe_open(tmp_path / "hf" / "model.safetensors", "pt") as file:
+        assert torch.equal(file.get_tensor("mtp.fc.weight"), torch.ones(3, dtype=torch.bfloat16))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe"])
+def test_transformers_predicts_several_tokens_with_the_export(kind, tiny_models, corpus, tmp_path, monkeypatch):
+    """transformers loads MTP weights by patterns with the number of layers of the published model."""
+    transformers = pytest.importorskip("transformers", "5.20")
+    write_hf(kind, tmp_path / "hf", tiny_models, corpus)
+    import_hf(tmp_path / "hf", tmp_path / "base")
+    monkeypatch.setattr(export_hf, "MAX_SHARD_BYTES", 50_000)
+    export_hf.export_hf(tmp_path / "base", tmp_path / "out")
+    generated = []
+    for folder in ("hf", "out"):
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / folder)
+        for cls in (type(model), *type(model).__bases__):
+            monkeypatch.setattr(cls, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.2.*"], raising=False)
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / folder)
+        generated.append(model.generate(torch.arange(9)[None], use_mtp=True, max_new_tokens=12, do_sample=False))
+    assert torch.equal(*generated)
+
+
+@pytest.mark.slow
+def test_models_with_a_score_layer_have_no_mtp_weights(tiny_models, corpus, tmp_path):
+    mtp = write_hf("deepseek_v3", tmp_path / "hf", tiny_models, corpus)
+    file, config = tmp_path / "hf" / "model.safetensors", tmp_path / "hf" / "config.json"
+    weights = {name: tensor for name, tensor in load_file(file).items() if name != "lm_head.weight"}
+    save_file(weights | {"score.weight": torch.randn(2, weights["model.norm.weight"].numel())}, file)
+    change_json(config, architectures=["DeepseekV3ForSequenceClassification"], num_labels=2)
+    notes = import_hf(tmp_path / "hf", tmp_path / "scored")
+    assert f"dropped {len(mtp)} weights that the text model does not use: layers ({len(mtp)})" in notes
+    assert not (tmp_path / "scored" / MTP).exists()
+
+
+@pytest.mark.slow
+def test_m2_one_mtp_weight_is_in_memory_at_a_time(tiny_models, corpus, tmp_path):
+    """12 weights of 50 MB, one of them in 8 bits with scales, which become bf16, as the trunk's do."""
+    write_hf("deepseek_v3", tmp_path / "hf", tiny_models, corpus)
+    scales = torch.rand(40, 20)
+    names = [f"model.layers.2.mlp.experts.{i}.weight" for i in range(12)]
+    large = {name: torch.full((5000, 5000), 1.0, dtype=torch.bfloat16) for name in names[1:]}
+    large |= {names[0]: torch.ones(5000, 2500).to(torch.float8_e4m3fn), f"{names[0]}_scale_inv": scales}
+    file = tmp_path / "hf" / "model.safetensors"
+    save_file(load_file(file) | large, file)
+    change_json(tmp_path / "hf" / "config.json", quantization_config={**QUANTIZATION, "weight_block_size": [125, 125]})
+    command = [sys.executable, "-c", MEASURE, tmp_path]
+    measured = subprocess.run(command, capture_output=True, text=True, check=True, env=with_path())
+    rises = [float(line.split()[0]) for line in measured.stdout.splitlines() if line[:1].isdigit()]
+    assert len(rises) == 2 and max(rises) < 0.2, rises  # GB
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(exported[name], large[name]) for name in names[1:])
+    expected = scales.repeat_interleave(125, 0).repeat_interleave(125, 1).bfloat16()
+    assert torch.equal(exported[names[0]], expected) and f"{names[0]}_scale_inv" not in exported
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
