@@ -9,7 +9,7 @@ from helpers.initialize import initialize
 from toolkit.checkpoints.folder import write_model_files
 from toolkit.data.tokenizer import train_bpe
 from toolkit.models.families import get_config
-from toolkit.models.gpt import GPT
+from toolkit.models.gpt import build_model
 
 
 def text_data(corpus: Path) -> list[str]:
@@ -23,7 +23,7 @@ def write_base(
     """Write a random pico-llama with a tokenizer of the corpus; ``companions`` are further files of the tokenizer."""
     tokenizer = train_bpe([file.read_text() for file in sorted(corpus.iterdir())], vocab_size)
     tokenizer = tokenizer.with_files({name: text.encode() for name, text in (companions or {}).items()})
-    model = GPT(replace(get_config("pico-llama"), **config).with_vocab_size(tokenizer.vocab_size))
+    model = build_model(replace(get_config("pico-llama"), **config).with_vocab_size(tokenizer.vocab_size))
     initialize(model, seed=3)
     state = model.state_dict()
     write_model_files(folder, state_dict=state, config=model.config, hyperparameters=None, tokenizer=tokenizer)

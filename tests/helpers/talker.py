@@ -1,6 +1,7 @@
 """A tiny model that has memorized a few answers, as a folder with its own chat template."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,13 +20,15 @@ TEMPLATE = (
 )
 
 
-def make_talker(folder: Path, block_size: int = 64, n_merges: int = 0) -> Path:
-    """Write the model; every byte is a token, and the commonest ``n_merges`` pairs of them."""
+def make_talker(folder: Path, block_size: int = 64, n_merges: int = 0, **changes: Any) -> Path:
+    """Write the model; every byte is a token, and the commonest ``n_merges`` pairs of them. ``changes`` are of its
+    config."""
     size = 257 + n_merges
     tokenizer = train_bpe(["abcabc"], vocab_size=size).with_files({"chat_template.jinja": TEMPLATE.encode()})
     template = ChatTemplate.from_tokenizer(tokenizer, None)
     torch.manual_seed(0)
-    config = ModelConfig(name="talker", block_size=block_size, vocab_size=size, n_layer=2, n_head=4, n_embd=64)
+    sizes = {"block_size": block_size, "vocab_size": size, "n_layer": 2, "n_head": 4, "n_embd": 64}
+    config = ModelConfig(name="talker", **(sizes | changes))
     model = GPT(config)
     chats = []
     for first in ANSWERS:

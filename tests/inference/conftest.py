@@ -7,7 +7,7 @@ import torch
 from helpers.cases import slow_except
 
 from toolkit.models.config import ModelConfig
-from toolkit.models.gpt import GPT
+from toolkit.models.gpt import GPT, build_model
 
 STYLES = {
     "llama": {"n_query_groups": 2, "padded_vocab_size": 128},
@@ -32,6 +32,17 @@ STYLES = {
         "post_mlp_norm": True, "sliding_window_size": 5, "sliding_window_indices": [1, 0], "rope_indices": [1, 0],
         "rope_local_base_freq": 100.0,
     },
+    "gemma4": {
+        "family": "gemma4_text", "n_layer": 5, "n_query_groups": 2, "padded_vocab_size": 128, "norm_qk": True,
+        "scale_embeddings": True, "mlp_class_name": "GemmaMLP", "gelu_approximate": "tanh", "post_attention_norm": True,
+        "post_mlp_norm": True, "attention_multiplier": 1.0, "sliding_window_size": 5,
+        "sliding_window_indices": [1, 0, 1, 1, 0], "rope_indices": [1, 0, 1, 1, 0], "rope_local_base_freq": 100.0,
+        "rope_adjustments": {"partial_rotary_factor": 0.5},
+        "family_options": {
+            "full_attention": {"head_size": 24, "n_query_groups": 1}, "keys_are_values": True, "n_shared_kv_layers": 2,
+            "double_wide_mlp": True, "per_layer_size": 8, "per_layer_vocab_size": 512,
+        },
+    },
     "qwen2_moe": {
         "family": "qwen2_moe", "n_query_groups": 2, "padded_vocab_size": 128, "attn_bias": True,
         "mlp_class_name": "LLaMAMoE", "n_expert": 8, "n_expert_per_token": 3, "moe_intermediate_size": 32,
@@ -54,6 +65,18 @@ STYLES = {
         "latent_attention": {
             "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16,
         },
+    },
+    "qwen3_5": {
+        "family": "qwen3_5_text", "n_query_groups": 2, "padded_vocab_size": 128, "norm_offset": True, "norm_qk": True,
+        "attention_gate": True, "rotary_percentage": 0.25, "linear_attention_indices": [1, 0],
+        "linear_attention": {"n_key_heads": 2, "n_value_heads": 4, "key_size": 12, "value_size": 16, "conv_size": 4},
+    },
+    "qwen3_next": {
+        "family": "qwen3_next", "n_query_groups": 2, "padded_vocab_size": 128, "norm_offset": True, "norm_qk": True,
+        "attention_gate": True, "rotary_percentage": 0.25, "n_layer": 3, "linear_attention_indices": [0, 1, 1],
+        "linear_attention": {"n_key_heads": 2, "n_value_heads": 2, "key_size": 16, "value_size": 8, "conv_size": 3},
+        "mlp_class_name": "LLaMAMoE", "n_expert": 8, "n_expert_per_token": 3, "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 40, "norm_topk_prob": True, "moe_indices": [0, 1, 1],
     },
     "phi3": {
         "family": "phi3", "n_query_groups": 2, "padded_vocab_size": 128,
@@ -81,7 +104,7 @@ def make_model(style: str, seed: int = 0, block_size: int = 48, **changes) -> GP
     torch.manual_seed(seed)
     sizes = {"block_size": block_size, "vocab_size": 101, "n_layer": 2, "n_head": 4, "n_embd": 64}
     config = ModelConfig(name=style, **(sizes | {"intermediate_size": 96} | STYLES[style] | changes))
-    model = GPT(config)
+    model = build_model(config)
     for name, parameter in model.named_parameters():
         if parameter.dim() >= 2 or name.endswith(("sinks", "bias")):
             torch.nn.init.normal_(parameter, std=0.07 if name.endswith("bias") else 0.2)

@@ -1,5 +1,7 @@
 """Batches of prompts, KV caches of fixed shape, and what a step costs."""
 
+from functools import partial
+
 import pytest
 import torch
 from helpers import recorded_graph
@@ -51,7 +53,7 @@ def test_rows_are_what_each_prompt_gives_alone(style, shapes, monkeypatch):
     assert len({token for row in alone for token in row}) > 12  # repetitive text would not be a test
 
 
-@pytest.mark.parametrize("style", slow_except(["llama"], ["llama", "phi3"]))
+@pytest.mark.parametrize("style", slow_except(["llama", "qwen3_5"], ["llama", "phi3", "gemma4", "qwen3_5"]))
 def test_turns_that_share_a_cache(style, shapes):
     """As in a chat: each begins with the text so far and is interrupted; the third drops a part of the text. phi3's
     grow beyond longrope's original context of 16, and back."""
@@ -69,10 +71,11 @@ def test_turns_that_share_a_cache(style, shapes):
         text = torch.cat([text, torch.tensor(found)])
 
 
-def test_autocast(shapes):
+@pytest.mark.parametrize("style", slow_except(["llama"], ["llama", "qwen3_5"]))
+def test_autocast(style, shapes):
     """Keys and values are of fewer bits than the KV cache, which has the dtype of the weights."""
     with torch.autocast("cpu", torch.bfloat16):
-        assert list(map(len, continue_all(make_model("llama").eval(), PROMPTS))) == [20] * 4
+        assert list(map(len, continue_all(make_model(style).eval(), PROMPTS))) == [20] * 4
 
 
 def test_rows_end_at_their_own_stop_tokens_and_context():
@@ -116,8 +119,53 @@ class Recorder(TorchDispatchMode):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("is_captured", [True, False])
+def test_trial_steps_of_a_cuda_graph_leave_recurrent_states_bit_equal(is_captured, monkeypatch):
+    model, notes = make_model("qwen3_5").eval(), []
+    if is_captured:
+        monkeypatch.setattr(decode, "capture", recorded_graph.capture)
+    decoder = make_decoder(model, count=12)
+    cache = decoder.cache
+    cache.position = None
+    before = [state.clone() for state in cache.recurrent_states]
+    undo = partial(decoder.rewind, 1)
+    replay = decode.fix_shapes(model, cache, decoder.position, decoder.step, undo, notes.append, [])
+    assert (replay is not None) is is_captured is (not notes) and cache.length == len(PROMPTS[0])
+    assert all(map(torch.equal, cache.recurrent_states, before))
+
+
+def test_a_turn_continues_after_a_group_of_tokens_was_interrupted(monkeypatch):
+    """By Ctrl-C, between two launches of a graph: the recurrent states are of more tokens than were read."""
+    model, replays = make_model("qwen3_5").eval(), iter(range(100))
+    monkeypatch.setattr(decode, "has_fixed_shapes", lambda model, device: True)
+    monkeypatch.setattr(decode, "_MIN_REPLAYS", 2)
+    monkeypatch.setattr(decode, "tokens_per_read", lambda device: 3)
+
+    def capture(*args):
+        replay = recorded_graph.capture(*args)
+
+        def interrupted():
+            if next(replays) == 7:
+                raise KeyboardInterrupt
+            replay()
+
+        return interrupted
+
+    monkeypatch.setattr(decode, "capture", capture)
+    cache, found = KVCache(model.config, 1, 0), []
+    with pytest.raises(KeyboardInterrupt):
+        found.extend(generate(model, PROMPTS[0], max_new_tokens=20, sampling=GREEDY, cache=cache))
+    # one token of the prompt's pass and two groups of three
+    assert len(found) == 7 and cache.length == len(PROMPTS[0]) + 6
+    text = torch.cat([PROMPTS[0], torch.tensor([*found, 50])])
+    assert list(generate(model, text, max_new_tokens=9, sampling=GREEDY, cache=cache)) == greedy_without_cache(
+        model, text, 9
+    )
+
+
+@torch.no_grad()
 def test_operators_and_shapes_are_the_same_at_every_token_and_none_waits():
-    for style, sampling in (("llama", GREEDY), ("gemma3", Sampling())):
+    for style, sampling in (("llama", GREEDY), ("gemma3", Sampling()), ("qwen3_5", GREEDY)):
         decoder = make_decoder(make_model(style).eval(), count=12, sampling=sampling)
         recorded = []
         for _ in range(11):
@@ -204,7 +252,7 @@ def test_a_device_is_read_once_per_group_of_tokens(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("style", ["llama", "gemma2", "gpt_oss", "mixtral", "deepseek_v3", "phi3"])
+@pytest.mark.parametrize("style", ["llama", "gemma2", "gpt_oss", "mixtral", "deepseek_v3", "phi3", "qwen3_5"])
 def test_a_cuda_graph_gives_the_text_of_the_growing_cache(style, monkeypatch):
     """With experts only the logits are compared, by the check of the graph: it is for bf16, whose rounding shows."""
     model, notes = make_model(style).eval().to("cuda"), []

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from helpers.cases import slow_except
 from lightning.fabric import Fabric
 
 from tests.inference.conftest import greedy_without_cache, make_model
@@ -45,6 +46,33 @@ def test_cached_logits_equal_uncached(model):
         cache.sequence_length = 30
         pieces = [model(piece, kv_cache=cache) for piece in ids.split([1, 7, 1, 20, 1], dim=1)]
     torch.testing.assert_close(torch.cat(pieces, dim=1), expected, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("style", slow_except(["qwen3_5"], ["llama", "gemma4", "qwen3_5", "qwen3_next"]))
+def test_logits_of_padded_rows_equal_each_alone(style):
+    """Prefilled in parts, of which some end before a row starts, then token by token. Chunks of the delta rule have 64
+    tokens."""
+    model = make_model(style, block_size=160).eval()
+    ids = torch.randint(0, 101, (4, 160), generator=torch.Generator().manual_seed(1))
+    cache, starts = model.make_cache(4, 160), [0, 3, 8, 90]
+    cache.starts = torch.tensor(starts)
+    found = torch.cat([model(piece, kv_cache=cache) for piece in ids.split([1, 7, 144, *[1] * 8], dim=1)], dim=1)
+    for row, of_row, start in zip(ids, found, starts, strict=True):
+        torch.testing.assert_close(of_row[start:], model(row[None, start:])[0], atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_recurrent_states_are_in_fp32_with_weights_in_bf16():
+    model = make_model("qwen3_5").eval().to(torch.bfloat16)
+    ids = torch.randint(0, 101, (2, 30), generator=torch.Generator().manual_seed(1))
+    cache, expected = model.make_cache(2, 30), model(ids)
+    found = torch.cat([model(piece, kv_cache=cache) for piece in ids.split([9, 1, 8, *[1] * 12], dim=1)], dim=1)
+    assert [state.dtype for state in cache.recurrent_states] == [torch.float32, torch.bfloat16]
+    assert found.dtype == torch.bfloat16 and (found - expected).abs().max() < 2e-2 * expected.abs().max()
+    together = model.make_cache(2, 30)
+    model(ids, kv_cache=together)
+    torch.testing.assert_close(cache[0].state, together[0].state, atol=1e-5, rtol=1e-5)
 
 
 def test_equal_to_transformers(model, tmp_path):

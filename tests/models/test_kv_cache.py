@@ -111,6 +111,7 @@ def test_states_return_to_the_saved_ones_or_to_none():
 @pytest.mark.parametrize("n_layers", [0, 1, 2])
 def test_an_interrupted_update_of_states_is_not_mistaken_for_a_complete_one(n_layers):
     cache = make_states()
+    feed(cache, 1, 3)
     for layer in cache.layers[:n_layers]:
         if isinstance(layer, StateCache):
             layer.update(layer.state + 1, layer.window, 2)
@@ -118,6 +119,6 @@ def test_an_interrupted_update_of_states_is_not_mistaken_for_a_complete_one(n_la
             layer.update(layer.keys[:, :, :2], layer.values[:, :, :2])
     layer = next(layer for layer in cache.layers[n_layers:] if isinstance(layer, StateCache))
     with pytest.raises(RuntimeError):
-        layer.update(layer.state + 1, layer.window[:, :-1].expand(2, 9, -1), 2)
+        layer.update(layer.state + 1, layer.window[:, 1:], 2)
     cache.truncate(cache.length)
     assert cache.length == 0 and not any(x.any() for x in cache.recurrent_states)

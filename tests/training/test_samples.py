@@ -13,6 +13,7 @@ from helpers.groups import Case, run_group
 from helpers.small_runs import write_base, write_rows
 from torch import nn
 
+from tests.inference.conftest import STYLES
 from toolkit import api
 from toolkit.checkpoints.folder import load_model
 from toolkit.cli import main
@@ -160,8 +161,11 @@ def test_control_characters_are_escaped():
 
 
 @pytest.mark.slow
-def test_s6_all_ranks_sample_together(shared, tmp_path, capsys):
+@pytest.mark.parametrize("style", ["llama", "qwen3_5"])
+def test_s6_all_ranks_sample_together(style, shared, corpus, tmp_path, capsys):
     """Two ranks under fsdp generate the same text as one; training is bit-equal to that without samples."""
+    (folder := tmp_path / "base").mkdir()
+    shared = [str(write_base(folder, corpus, **STYLES[style] | {"padded_vocab_size": None})), *shared[1:]]
     lengths, fsdp = {"with": "10", "without": "0"}, ["--strategy", "fsdp", "--eval.max_new_tokens"]
     assert main(["finetune_lora", *shared, "--eval.max_new_tokens", "10", "--out_dir", str(tmp_path / "one")]) == 0
     one = samples(capsys.readouterr().out)

@@ -94,6 +94,8 @@ class KVCache:
     Not a ``collections.abc.Sequence``: Fabric rebuilds sequences among a model's arguments.
 
     Attributes:
+        capacity: Number of allocated positions.
+        device: Device of keys, values and states.
         prompt: (B, T), int64: the complete prompt, even if prefilled in parts; None if unknown.
         seed: Sampling seed, the same on all ranks; default 0.
         state: Model-specific state of the cached sequence.

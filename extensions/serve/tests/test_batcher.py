@@ -77,7 +77,7 @@ def ids_of(answers):
     return [[token.id for token in tokens] for tokens, _ in answers]
 
 
-@pytest.mark.parametrize("style", slow_except(["gemma2", "phi3", "deepseek_v3"], STYLES))
+@pytest.mark.parametrize("style", slow_except(["gemma2", "phi3", "deepseek_v3", "qwen3_5"], STYLES))
 def test_requests_get_what_generate_gives_them_alone(style, shapes, monkeypatch):
     """phi3 exceeds longrope's original context of 16 in the middle of answers; prompts come in chunks; columns move."""
     model = make_model(style).eval()
@@ -153,9 +153,10 @@ def test_requests_that_left_while_they_waited_are_not_prefilled(monkeypatch):
     assert ids_of(run(model, clients))[0] == alone(model, clients[0].request) and joined == [[10]]
 
 
-def test_only_the_request_with_nonfinite_logits_fails(shapes):
+@pytest.mark.parametrize("style", slow_except(["llama"], ["llama", "qwen3_5"]))
+def test_only_the_request_with_nonfinite_logits_fails(style, shapes):
     """Also in the middle of its answer; the next request in its row reads nothing of it."""
-    model = make_model("llama").eval()
+    model = make_model(style).eval()
     clients = make_clients(model, n=24)
     answers = [alone(model, client.request) for client in clients]
     with torch.no_grad():  # 0 is the token of a row without a request
@@ -217,7 +218,7 @@ def fix_shapes(monkeypatch, count=3):
 
 
 def inputs_of(batcher):
-    tensors = (*batcher._cache.tensors, batcher._ids, batcher._first, batcher._position)
+    tensors = (*batcher._cache.tensors, *batcher._cache.recurrent_states, batcher._ids, batcher._first, batcher._position)
     return [(tensor.data_ptr(), tensor.shape) for tensor in tensors]
 
 
@@ -258,6 +259,13 @@ def test_requests_join_and_leave_at_any_token(style, monkeypatch):
     assert 3 <= len(batcher._shapes) == len(batcher._graphs)
     assert {rows for rows, _ in batcher._shapes} <= {1, 2, 4, 5}
     assert {columns for _, columns in batcher._shapes} <= {8, 16, 32, 48 + 64}
+
+
+def test_the_size_of_the_cache_includes_recurrent_states():
+    config = (model := make_model("qwen3_5")).config
+    state, window = 4 * 12 * 16, 3 * (2 * 2 * 12 + 4 * 16)  # of the first layer; the second has keys and values
+    keys = 2 * config.n_query_groups * (32 + module._SPARE_COLUMNS) * config.head_size
+    assert Batcher(model, 2, 32).cache_bytes == 4 * 2 * (state + window + keys)
 
 
 def test_the_next_group_is_launched_before_a_group_is_emitted_and_each_is_read_once(monkeypatch):
@@ -331,7 +339,7 @@ def test_short_requests_do_not_need_the_columns_of_a_long_cache(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("style", ["llama", "gemma2", "phi3"])
+@pytest.mark.parametrize("style", ["llama", "gemma2", "phi3", "qwen3_5"])
 def test_cuda_graphs_give_what_generate_gives_alone(style, monkeypatch):
     model, notes = make_model(style).eval().to("cuda"), []
     monkeypatch.setattr(module, "notice", notes.append)
