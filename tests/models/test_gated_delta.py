@@ -1,9 +1,15 @@
 """The gated delta rule and the convolution match recurrences and transformers, and keep documents apart."""
 
+import importlib.machinery
+import sys
+import types
+import warnings
+
 import pytest
 import torch
 from torch.nn import functional as F
 
+from toolkit.models import gated_delta, gated_delta_fla
 from toolkit.models.gated_delta import causal_conv, gated_delta_rule
 
 KEY_HEADS, VALUE_HEADS, KEY, VALUE, CHANNELS, CONV = 2, 4, 12, 10, 6, 4
@@ -186,3 +192,79 @@ def test_compiles() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert all(map(torch.equal, gated_delta_rule(*inputs, state), plain))
     torch.library.opcheck(torch.ops.toolkit.gated_delta_rule.default, (*make_inputs(70), starts_at(PACKED, 70), 64))
+
+
+class FlaRule(torch.autograd.Function):
+    """Stands for flash-linear-attention's kernel: rows of equal lengths, or one row with documents' bounds."""
+
+    @staticmethod
+    def forward(ctx, bounds, factor, *inputs):
+        ctx.save_for_backward(*inputs)
+        ctx.bounds, ctx.factor = bounds, factor
+        y, states = FlaRule.compute(bounds, *inputs)
+        return factor * y, states
+
+    @staticmethod
+    def compute(bounds, *inputs):
+        *inputs, state = inputs
+        if bounds is None:
+            return gated_delta._outputs(*inputs, state, None)
+        assert inputs[0].size(0) == 1 and bounds[-1] == inputs[0].size(1)
+        parts = [[x[:, i:j] for x in inputs] for i, j in zip(bounds[:-1], bounds[1:], strict=True)]
+        outputs, states = zip(*(gated_delta._outputs(*part, None, None) for part in parts), strict=True)
+        return torch.cat(outputs, dim=1), torch.cat(states)
+
+    @staticmethod
+    def backward(ctx, grad, grad_states):
+        *inputs, state = ctx.saved_tensors
+        if ctx.bounds is None:
+            found = gated_delta._gradients(grad, grad_states, *inputs, state, None)
+            return None, None, *found[:5], None if state is None else found[5]
+        found, ends = [], zip(ctx.bounds[:-1], ctx.bounds[1:], grad_states.split(1), strict=True)
+        for i, j, grad_state in ends:
+            part = [x[:, i:j] for x in inputs]
+            found.append(gated_delta._gradients(grad[:, i:j], grad_state, *part, None, None)[:5])
+        return None, None, *(torch.cat(parts, dim=1) for parts in zip(*found, strict=True)), None
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.1, None])
+def test_flash_linear_attention_is_used_if_it_is_right(factor, monkeypatch: pytest.MonkeyPatch) -> None:
+    def rule(q, k, v, g, beta, *, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens):
+        assert q.dtype == torch.bfloat16 and q.shape[:3] == v.shape[:3] and output_final_state
+        calls.append(cu_seqlens)
+        return FlaRule.apply(cu_seqlens, factor, q, k, v, g, beta, initial_state)
+
+    calls = []
+    for name in ("fla", "fla.ops", "fla.ops.gated_delta_rule"):
+        module = types.ModuleType(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        monkeypatch.setitem(sys.modules, name, module if factor else None)
+        module.chunk_gated_delta_rule = rule
+    gated_delta_fla._passes.cache_clear()
+    message = "not installed" if factor is None else "relative error" if factor > 1 else ""
+    with warnings.catch_warnings() if factor == 1 else pytest.warns(match=message):
+        warnings.simplefilter("error" if factor == 1 else "always")
+        for is_packed in (True, False):
+            *inputs, state = make_inputs(150, torch.bfloat16)
+            inputs[3:], state = [x.float() for x in inputs[3:]], None if is_packed else state.float()
+            leaves = [x.requires_grad_() for x in (*inputs, *([] if is_packed else [state]))]
+            starts = starts_at(PACKED, 150) if is_packed else None
+            calls.clear()
+            results = []
+            for devices in (("cpu",), ()):
+                monkeypatch.setattr(gated_delta_fla, "DEVICES", devices)
+                outputs = gated_delta_rule(*inputs, state, starts)
+                results.append((*outputs, *torch.autograd.grad([x.float().sum() for x in outputs], leaves)))
+            for actual, expected in zip(*results, strict=True):
+                assert (actual - expected).float().norm() <= 1e-2 * expected.float().norm()
+            assert len(calls) == (2 if factor == 1 else 0) + (4 if factor and is_packed else 0)
+    gated_delta_fla._passes.cache_clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("dtype", gated_delta_fla.DTYPES)
+def test_flash_linear_attention_matches_torch_on_cuda(dtype: torch.dtype) -> None:
+    pytest.importorskip("fla", reason="needs flash-linear-attention")
+    forms, device = (gated_delta._outputs, gated_delta._gradients), torch.device("cuda", torch.cuda.current_device())
+    assert gated_delta_fla._largest_error(device, dtype, 128, 128, *forms) < 0.01

@@ -26,6 +26,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from toolkit.models import gated_delta_fla
+from toolkit.models.gated_delta_fla import has_kernel
+
 _EPS = 1e-6  # of the L2 norm, added to the sum of squares
 
 
@@ -86,10 +89,9 @@ def _delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """See :func:`gated_delta_rule`."""
     with torch.autocast(v.device.type, enabled=False):
-        chunks = _prepare(q, k, v, log_decay, beta, starts, chunk_size)
-        new, states, _, last = _scan(chunks, chunks.inverse(), state)
-        y = chunks.from_start * (chunks.q @ states) + ((chunks.q @ chunks.k.mT) * chunks.decay) @ new
-        return _joined(y, v), last.clone()
+        if has_kernel(k, v, state, starts, _outputs, _gradients):
+            return gated_delta_fla.run(q, k, v, log_decay, beta, state, starts)
+        return _outputs(q, k, v, log_decay, beta, state, starts, chunk_size)
 
 
 @_delta_rule.register_fake
@@ -116,7 +118,11 @@ def _delta_rule_backward(
     The states are recomputed: saved, they would need more memory than all inputs.
     """
     with torch.autocast(v.device.type, enabled=False):
-        return _gradients(grad, grad_last, q, k, v, log_decay, beta, state, starts, chunk_size)
+        inputs = grad, grad_last, q, k, v, log_decay, beta, state, starts
+        has_fla = has_kernel(k, v, state, starts, _outputs, _gradients)
+        gradients = gated_delta_fla.gradients(*inputs) if has_fla else _gradients(*inputs, chunk_size)
+    grad_q, grad_k, grad_v, grad_log, grad_beta, *grad_state = gradients
+    return grad_q, grad_k, grad_v, grad_log, grad_beta, grad_state[0] if grad_state else torch.zeros_like(grad_last)
 
 
 @_delta_rule_backward.register_fake
@@ -228,9 +234,20 @@ def _scan(c: _Chunks, inverse: Tensor, state: Tensor | None) -> tuple[Tensor, Te
     return new, states, read, last.flatten(1, 2)
 
 
+def _outputs(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor | None, starts: Tensor | None,
+    chunk_size: int = 64,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """See :func:`gated_delta_rule`. Letters are those of the module's docstring."""
+    c = _prepare(q, k, v, log_decay, beta, starts, chunk_size)
+    new, states, _, last = _scan(c, c.inverse(), state)
+    y = c.from_start * (c.q @ states) + ((c.q @ c.k.mT) * c.decay) @ new
+    return _joined(y, v), last.clone()
+
+
 def _gradients(
     grad: Tensor, grad_last: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor,
-    state: Tensor | None, starts: Tensor | None, chunk_size: int,
+    state: Tensor | None, starts: Tensor | None, chunk_size: int = 64,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """See :func:`_delta_rule_backward`. Letters are those of the module's docstring."""
     c = _prepare(q, k, v, log_decay, beta, starts, chunk_size)

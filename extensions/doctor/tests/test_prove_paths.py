@@ -58,6 +58,7 @@ PATHS: dict[str, tuple[str, ...] | str] = {
     "models/cross_entropy.py:choose_cross_entropy": ("loss, Triton", "loss, compiled"),
     "models/cross_entropy_triton.py:triton_cross_entropy": ("loss, Triton",),
     "models/fp8.py:require_fp8": ("fp8, tensorwise", "fp8, rowwise", "fp8 all-gather"),
+    "models/gated_delta_fla.py:has_kernel": "an optional package, compared with torch before its first use",
     "models/loss.py:_is_small_gpu": STATISTICS,
     "models/loss.py:chunk_rows": ("loss",),
     "models/mixed_mm.py:_has_fp32_results": ("fp32 products",),
