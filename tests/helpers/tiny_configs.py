@@ -24,6 +24,21 @@ GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
 }
+GEMMA4 = {
+    **GEMMA,
+    "num_hidden_layers": 5,
+    "sliding_window": 16,
+    "global_head_dim": 32,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 330,
+    "final_logit_softcapping": 20.0,
+    "pad_token_id": None,
+    "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"],
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+}
 OLMO3_ROPE = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}
 STABLELM = {**GROUPED, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}}
 PHI = {**LLAMA, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}}
@@ -184,6 +199,16 @@ HF_CONFIGS = {
     ),
     "gemma3": lambda: transformers.Gemma3TextConfig(
         **{**GEMMA, "num_hidden_layers": 7}, sliding_window=16, rope_parameters=GEMMA3_ROPE, query_pre_attn_scalar=24
+    ),
+    "gemma4": lambda: transformers.Gemma4TextConfig(**GEMMA4, num_kv_shared_layers=3, use_double_wide_mlp=True),
+    "gemma4-moe": lambda: transformers.Gemma4TextConfig(
+        **{**GEMMA4, "hidden_size_per_layer_input": 0},
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+        enable_moe_block=True,
+        num_experts=6,
+        top_k_experts=2,
+        moe_intermediate_size=32,
     ),
     "phi": lambda: transformers.PhiConfig(**PHI),
     "phi-grouped": lambda: transformers.PhiConfig(**PHI, num_key_value_heads=2),
@@ -375,6 +400,10 @@ GATED_MOE = {
     **GATED_DELTA_NET, "mlp_class_name": "LLaMAMoE", "n_expert": 6, "n_expert_per_token": 2, "norm_topk_prob": True,
     "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
 }  # fmt: skip
+_GEMMA4_OPTIONS = {
+    "full_attention": {"head_size": 24, "n_query_groups": 4}, "keys_are_values": False, "n_shared_kv_layers": 0,
+    "double_wide_mlp": False, "per_layer_size": 8, "per_layer_vocab_size": 128,
+}  # fmt: skip
 NATIVE_CONFIGS = {
     "qwen3-next": {"family": "qwen3_next", **GATED_MOE, "moe_indices": [1, 0]},
     "qwen3.5": {"family": "qwen3_5_text", **GATED_DELTA_NET, "tie_embeddings": True},
@@ -403,6 +432,25 @@ NATIVE_CONFIGS = {
         "sliding_window_size": 16, "sliding_window_indices": [0, 1], "rope_indices": [0, 1],
         "rope_local_base_freq": 50.0, "norm_qk": True,
         "rope_adjustments": {"factor": 4.0}, "tie_embeddings": True, "head_size": 32,
+    },
+    "gemma4": {
+        **(_GEMMA4 := {
+            "family": "gemma4_text", "vocab_size": 90, "scale_embeddings": True, "gelu_approximate": "tanh",
+            "attention_multiplier": 1.0, "norm_qk": True, "post_attention_norm": True, "post_mlp_norm": True,
+            "rope_local_base_freq": 50.0, "rope_adjustments": {"partial_rotary_factor": 0.5, "factor": 2.0},
+            "mlp_class_name": "GemmaMLP",
+        }),
+        "sliding_window_size": 16, "sliding_window_indices": [1, 0], "rope_indices": [1, 0], "tie_embeddings": True,
+        "family_options": _GEMMA4_OPTIONS | {"keys_are_values": True},
+    },
+    "gemma4-shared": {
+        **_GEMMA4, "rope_indices": [0, 0],
+        "family_options": _GEMMA4_OPTIONS | {"n_shared_kv_layers": 1, "double_wide_mlp": True},
+    },
+    "gemma4-moe": {
+        **_GEMMA4, "rope_indices": [0, 0], "mlp_class_name": "LLaMAMoE", "n_expert": 6, "n_expert_per_token": 2,
+        "moe_intermediate_size": 32, "norm_topk_prob": True, "shared_expert_intermediate_size": 256,
+        "shared_expert_gate": False, "family_options": _GEMMA4_OPTIONS | {"per_layer_size": 0},
     },
     "phi3-long": {
         "family": "phi3", "vocab_size": 96, "rotary_percentage": 0.75,

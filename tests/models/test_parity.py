@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from toolkit.checkpoints.folder import load_model
 from toolkit.checkpoints.hf.export_hf import export_hf
 from toolkit.models.config import ModelConfig
-from toolkit.models.gpt import GPT
+from toolkit.models.gpt import build_model
 from toolkit.models.kv_cache import KVCache
 
 transformers = pytest.importorskip("transformers")
@@ -73,7 +73,7 @@ def test_cached_and_packed_rows_have_the_logits_of_transformers(name, tiny_model
 @torch.no_grad()
 @pytest.mark.parametrize("name", slow_except(["llama-tied", *EXPORTED.values()], NATIVE_CONFIGS))
 def test_exported_model_has_equal_logits_in_transformers(name, tmp_path):
-    native = GPT(ModelConfig(block_size=64, n_layer=2, n_head=4, n_embd=64, **NATIVE_CONFIGS[name]))
+    native = build_model(ModelConfig(block_size=64, n_layer=2, n_head=4, n_embd=64, **NATIVE_CONFIGS[name]))
     randomize(native, seed=2)
     to_folder(native, tmp_path / "hf")
     hf, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)

@@ -9,14 +9,14 @@ from helpers.tiny_configs import NATIVE_CONFIGS
 
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import get_config
-from toolkit.models.gpt import GPT
+from toolkit.models.gpt import build_model
 
 IDS = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))
 
 
 def run(config: ModelConfig, autocasts: bool) -> tuple[set[torch.dtype], int]:
     """Return the dtypes that blocks and the last norm read, and the bytes that autograd saves, without weights."""
-    model, dtypes, saved = GPT(config), set(), {}
+    model, dtypes, saved = build_model(config), set(), {}
     model.execute_with(autocasts_residual=autocasts)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     for reader in (*model.blocks, model.transformer.ln_f):

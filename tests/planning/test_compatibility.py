@@ -35,6 +35,7 @@ IN_BACKWARD, BF16 = {"optimizer.in_backward": True}, {"optimizer.state_dtype": "
 LORA, MODULE, SGD = {"lora": LoRAConfig()}, {"module": nn.Linear(1, 1)}, {"optimizer_class": torch.optim.SGD}
 SPLIT = {"tensor_parallel_size": 2}
 LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16}
+GEMMA_4 = get_config("gemma-4-E2B")
 LINEAR = {"n_key_heads": 1, "n_value_heads": 2, "key_size": 8, "value_size": 8, "conv_size": 4}
 NF4, MIXED = {"quantize": "bnb.nf4"}, {"precision": "16-mixed"}
 NO_VALIDATION = {"eval.interval": 0, "eval.final_validation": False}
@@ -119,6 +120,11 @@ CASES = [
      "--context_parallel_size 2 is not supported with linear attention: its state needs complete rows; remove one"),
     (PIPELINE, {"model": ModelConfig(linear_attention=LINEAR)} | MICRO,
      "--pipeline_parallel_size 2 is not supported with linear attention: its state is not passed on; remove one of"),
+    *(({f"{name}_parallel_size": 2}, {"model": GEMMA_4} | case,
+       f"--{name}_parallel_size 2 is not supported with Gemma 4: its layers share keys, values and inputs; remove one")
+      for name, case in (("tensor", FSDP), ("context", FSDP), ("pipeline", MICRO))),
+    ({"compiler": "thunder"}, {"model": GEMMA_4},
+     "--compiler thunder is not supported with Gemma 4: its blocks have other inputs; use --compiler torch or none"),
     (SPLIT, {"model": get_config("OLMo-2-1124-7B")} | FSDP,
      "--tensor_parallel_size 2 is not supported with --model_config.norm_qk_type olmo2: the norm needs all heads of a "
      "token; remove one of them"),

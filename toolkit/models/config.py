@@ -119,8 +119,7 @@ class ModelConfig:
         gelu_approximate: GELU approximation, "none" or "tanh".
         tie_embeddings: Tie the LM head to the embedding.
         family_options: Options of a model family that has its own model, such as Gemma 4 or an extension's; see there.
-            full_attention (head_size and n_query_groups of the layers with full attention) and n_shared_kv_layers
-            (number of last layers without keys and values) mean the same in every family.
+            full_attention, n_shared_kv_layers and keys_are_values mean the same in every family.
         head: A score layer in place of the LM head: "classification" (also regression), "reward" or
             "token_reward".
         labels: Names of the scores.
@@ -321,6 +320,13 @@ class ModelConfig:
     def n_cached_layer(self) -> int:
         """Number of layers with keys and values; the last layers may share those of earlier ones."""
         return self.n_layer - (self.family_options or {}).get("n_shared_kv_layers", 0)
+
+    def n_attention_parts(self, layer: int) -> int:
+        """Return 3 for queries, keys and values; 2 if the keys are the values; 1 if the layer shares another's."""
+        if layer >= self.n_cached_layer:
+            return 1
+        is_one = (self.family_options or {}).get("keys_are_values") and self.window(layer) is None
+        return 2 if is_one else 3
 
     def has_linear_attention(self, layer: int) -> bool:
         """Whether this layer has linear attention in place of attention."""

@@ -133,11 +133,10 @@ class Gemma4Block(Block):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         sizes, options = config.layer(layer), config.family_options or {}
         super().__init__(sizes, layer)
-        sources, is_full = find_sources(config), config.window(layer) is None
-        is_shared, self.shares = layer in sources, layer in sources.values()
-        n_parts = 1 if is_shared else 2 if is_full and options["keys_are_values"] else 3
-        self.attn = Gemma4Attention(sizes, n_parts)
-        width = config.intermediate_size * (2 if is_shared and options["double_wide_mlp"] else 1)
+        sources = find_sources(config)
+        self.shares = layer in sources.values()
+        self.attn = Gemma4Attention(sizes, config.n_attention_parts(layer))
+        width = config.intermediate_size * (2 if layer in sources and options["double_wide_mlp"] else 1)
         self.mlp = Gemma4MoE(config, width) if self.has_experts else GemmaMLP(config, width)
         if size := options["per_layer_size"]:
             self.per_layer_gate = nn.Linear(config.n_embd, size, bias=False)

@@ -36,11 +36,11 @@ def add_lora(model: GPT, config: LoRAConfig) -> None:
     :func:`adapter_values` or from a checkpoint.
     """
     model.requires_grad_(False)
-    for block in model.blocks:
+    for i, block in enumerate(model.blocks):
         if block.uses_linear_attention:
             _adapt_all(block.attn, config, config.linear_attention)
         else:
-            for name, rows_of in attention_rows(model.config).items():
+            for name, rows_of in attention_rows(model.config, i).items():
                 _adapt(block.attn, name, config, {part: rows for part, rows in rows_of.items() if part in config.parts})
             _adapt(block.attn, "proj", config, {_ALL_ROWS: config.projection})
         dense: nn.Module | None = block.mlp
@@ -50,12 +50,16 @@ def add_lora(model: GPT, config: LoRAConfig) -> None:
             dense = dense.shared_expert
         if dense is not None:
             _adapt_all(dense, config, config.mlp)
+    for owner in (*model.blocks, model.transformer):
+        for name in {"per_layer_gate", "per_layer_proj"} & dict(owner.named_children()).keys():
+            _adapt(owner, name, config, {_ALL_ROWS: config.mlp})
     if model.config.head is None:
         _adapt(model, "lm_head", config, {_ALL_ROWS: config.head})
     else:
         model.score = TrainedScore(model.score)
     model.has_dropout = config.dropout > 0
-    for part in (*model.blocks, model.head):
+    others = [model.head, *(part for name, part in model.transformer.items() if name == "per_layer_proj")]
+    for part in (*model.blocks, nn.ModuleList(others)):
         bits = part.dropout_bits if isinstance(part, Block) else model.dropout_bits
         for number, layer in enumerate(layer for layer in part.modules() if isinstance(layer, AdaptedLayer)):
             layer.dropout_bits, layer.number = bits, number
@@ -118,14 +122,16 @@ def adapter_values(model: nn.Module, seed: int, weight_of: Callable[[str], Tenso
     return value_of
 
 
-def attention_rows(config: ModelConfig) -> dict[str, dict[str, range]]:
-    """Return the query (with the gate's), key and value rows of the attention projections, by layer name."""
+def attention_rows(config: ModelConfig, layer: int = 0) -> dict[str, dict[str, range]]:
+    """Return a block's query (with the gate's), key and value rows, by the projection's name."""
+    n_parts, config = config.n_attention_parts(layer), config.layer(layer)
     q, kv = (1 + config.attention_gate) * config.n_head * config.head_size, config.n_query_groups * config.head_size
     if config.latent_attention is not None:
         k = config.n_head * config.latent_attention["qk_nope_head_dim"]
         keys_and_values = {"key": range(k), "value": range(k, k + config.n_head * config.value_size)}
         return {"q_b": {"query": range(q)}, "kv_b": keys_and_values}
-    return {"qkv": {"query": range(q), "key": range(q, q + kv), "value": range(q + kv, q + 2 * kv)}}
+    rows = {"query": range(q), "key": range(q, q + kv), "value": range(q + kv, q + 2 * kv)}
+    return {"qkv": dict(list(rows.items())[:n_parts])}
 
 
 def _adapt_all(owner: nn.Module, config: LoRAConfig, is_adapted: bool) -> None:

@@ -28,7 +28,7 @@ class LoRAConfig:
         key: Adapt the key projection.
         value: Adapt the value projection.
         projection: Adapt the attention output projection.
-        mlp: Adapt all linear layers of the MLPs: of dense layers and shared experts.
+        mlp: Adapt all linear layers of the MLPs: of dense layers and shared experts; and of per-layer inputs.
         head: Adapt the LM head.
         experts: Adapt all linear layers of the experts, with an adapter per expert.
         router: Adapt the router of the experts.

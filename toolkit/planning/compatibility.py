@@ -100,6 +100,7 @@ _LINEAR_ATTENTION = Use("linear attention", lambda f: f.model is not None and f.
 _NO_LINEAR_ATTENTION = Use(
     "a model without linear attention", lambda f: f.model is not None and f.model.linear_attention is None
 )
+_GEMMA_4 = Use("Gemma 4", lambda f: f.model is not None and f.model.family == "gemma4_text")
 _COMPILER = Use("--compiler {compiler:NAME of an extension's compiler}", lambda f: f.compiler not in COMPILERS)
 _OBJECTIVE = Use("--objective {objective_name:NAME}", lambda f: f.objective_name != "NextToken")
 _PREFERENCES = Use(
@@ -150,6 +151,8 @@ ROWS: tuple[Row, ...] = (
         (_TENSOR, "it is not divided"), (_CONTEXT, "its state needs complete rows"),
         (_PIPELINE, "its state is not passed on"))),
     _no_effect(_adapters("linear_attention"), _NO_LINEAR_ATTENTION),
+    *(Row(size, _GEMMA_4, "its layers share keys, values and inputs") for size in _MODEL_PARALLEL),
+    Row(_COMPILER, _GEMMA_4, "its blocks have other inputs", "use --compiler torch or none"),
     # tensor parallelism
     Row(_TENSOR, _EXPERTS, "they are not divided"),
     Row(_TENSOR, Use("latent attention (MLA)", lambda f: f.model is not None and f.model.latent_attention is not None),

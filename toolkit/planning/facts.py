@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.distributed.stages import STAGES_PER_RANK, nearest_micro_batches
 from toolkit.errors import option_text
 from toolkit.extension import registered
-from toolkit.models.families import family_of
+from toolkit.models.families import is_extension_model
 from toolkit.planning.batch_plan import UNKNOWN_BATCH, BatchPlan
 from toolkit.planning.run_args import RunArgs
 
@@ -98,7 +98,7 @@ class Facts:
 
     @property
     def is_extension_model(self) -> bool:
-        return self.model is not None and family_of(self.model).model_class() is not None
+        return self.model is not None and is_extension_model(self.model)
 
     @property
     def has_tied_embeddings(self) -> bool:

@@ -20,7 +20,7 @@ from toolkit.distributed.strategy import StrategyPlan, plan_strategy
 from toolkit.distributed.world import detect_world
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
-from toolkit.models.families import DEFAULT_MODEL, family_of, get_config
+from toolkit.models.families import DEFAULT_MODEL, family_of, get_config, is_extension_model
 from toolkit.models.flops import matmul_parameters
 from toolkit.models.fp8 import require_fp8
 from toolkit.models.gpt import GPT
@@ -304,7 +304,7 @@ def choose_frozen(objective: Objective, length: int | None) -> ModelConfig | Non
         return None
     config = read_model_config(folder)
     require_language_model(config, frozen_flag(objective))
-    if family_of(config).model_class() is not None:
+    if is_extension_model(config):
         raise UserError(f"{frozen_flag(objective)}: is a model of an extension; use one of toolkit's own architectures")
     if length is not None and length > config.block_size:
         raise UserError(

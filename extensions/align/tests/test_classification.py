@@ -520,7 +520,9 @@ def test_rewards_are_bradley_terry_s_and_one_curve(base, head, capsys):
     assert "--objective" not in error
 
 
-WITHOUT = ("cohere2", "ernie4_5", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "granite", "granitemoe", "olmoe")
+WITHOUT = (
+    "cohere2", "ernie4_5", "ernie4_5_moe", "gemma4_text", "glm4_moe", "glm4_moe_lite", "granite", "granitemoe", "olmoe",
+)  # fmt: skip
 WITHOUT_TOKENS = (
     "deepseek_v2",
     "falcon",

@@ -263,6 +263,11 @@ def family_of(config: ModelConfig) -> Family:
     return Family(_load_family(name))
 
 
+def is_extension_model(config: ModelConfig) -> bool:
+    """Whether an extension computes the model."""
+    return config.family in registered("families") and family_of(config).model_class() is not None
+
+
 def export_error(config: ModelConfig) -> str | None:
     """Return why this model cannot be exported to Hugging Face, or None if it can."""
     try:

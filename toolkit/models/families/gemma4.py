@@ -19,9 +19,8 @@ Sources of the named configurations: ``src/maxtext/configs/models/gemma4-*.yml``
 from functools import partial
 from typing import Any
 
-from toolkit.errors import UserError
 from toolkit.models.config import Fields, ModelConfig
-from toolkit.models.config_checks import FLAG, MAX_SIZE
+from toolkit.models.config_checks import MAX_SIZE
 from toolkit.models.families import hf_config, hf_rope, tables
 from toolkit.models.families.hf_keys import require_key
 from toolkit.models.families.named import named_with
@@ -94,31 +93,32 @@ def validate(config: ModelConfig) -> None:
 
 
 def _check_options(config: ModelConfig) -> None:
-    options, flag = config.family_options or {}, f"{FLAG}family_options"
-    if options.keys() != (names := {"full_attention", *_OPTIONS}):
-        raise UserError(f"{flag} {options}: a Gemma 4 model must have {', '.join(sorted(names))}, and no others")
-    for name, (_, default) in _OPTIONS.items():
-        value = options[name]
-        is_valid = type(value) is type(default) and 0 <= value <= MAX_SIZE
+    options = config.family_options or {}
+
+    def require(ok: bool, hint: str) -> None:
+        config.require(ok, "family_options", hint)
+
+    names = {"full_attention", *_OPTIONS}
+    require(options.keys() == names, f"a Gemma 4 model must have {', '.join(sorted(names))}, and no others")
+    for name, (key, default) in _OPTIONS.items():
+        is_valid = type(options[name]) is type(default) and 0 <= options[name] <= MAX_SIZE
         expected = "true or false" if type(default) is bool else f"an integer, 0 to {MAX_SIZE:,}"
-        _require(is_valid, name, value, f"must be {expected}")
+        require(is_valid, f"{name} ({key}) must be {expected}")
     sizes = options["full_attention"]
     is_valid = isinstance(sizes, dict) and sizes.keys() == {"head_size", "n_query_groups"}
     is_valid = is_valid and all(type(n) is int and 0 < n <= MAX_SIZE for n in sizes.values())
-    _require(is_valid, "full_attention", sizes, "must have head_size and n_query_groups, each an integer above 0")
-    for layer in range(config.n_layer):
-        config.layer(layer)  # its combination of sizes
+    require(is_valid, "full_attention must have head_size and n_query_groups, each an integer above 0")
+    is_valid = config.n_head % sizes["n_query_groups"] == 0 and sizes["head_size"] % 2 == 0
+    require(is_valid, f"n_query_groups must divide n_head {config.n_head}, and head_size must be even")
+    hint = "a Gemma 4 model has no longrope, whose factors would differ between layers"
+    config.require(config.rope_kind != "longrope", "rope_adjustments", hint)
     n_shared, rows = options["n_shared_kv_layers"], options["per_layer_vocab_size"]
     windows = [config.window(layer) for layer in range(config.n_layer)]
     has_sources = n_shared < config.n_layer and set(windows[: config.n_layer - n_shared]) == set(windows)
-    _require(has_sources, "n_shared_kv_layers", n_shared, "the layers before must include a layer of each kind")
+    require(has_sources, "before the n_shared_kv_layers (num_kv_shared_layers) must be a layer of each kind")
     is_covered = not options["per_layer_size"] or rows >= (config.vocab_size or 0)
-    _require(is_covered, "per_layer_vocab_size", rows, f"is smaller than vocab_size {config.vocab_size}")
-
-
-def _require(ok: bool, name: str, value: Any, hint: str) -> None:
-    if not ok:
-        raise UserError(f"{FLAG}family_options: {name} {value!r}: {hint}")
+    hint = "per_layer_vocab_size (vocab_size_per_layer_input) must not be less than"
+    require(is_covered, f"{hint} vocab_size {config.vocab_size}")
 
 
 def normalize(config_json: Fields) -> Fields:
@@ -214,11 +214,9 @@ def to_hf_config(config: ModelConfig) -> Fields:
 
 
 def _attention(config: ModelConfig, native: str, hf: str) -> tables.WeightMap:
-    layer, options = int(native.rpartition(".")[2]), config.family_options or {}
-    sizes = config.layer(layer)
+    layer = int(native.rpartition(".")[2])
+    sizes, parts = config.layer(layer), "qkv"[: config.n_attention_parts(layer)]
     q, kv = sizes.n_head * sizes.head_size, sizes.n_query_groups * sizes.head_size
-    is_shared, is_full = layer >= config.n_cached_layer, config.window(layer) is None
-    parts = "q" if is_shared else "qk" if is_full and options["keys_are_values"] else "qkv"
     maps = [
         tables.WeightMapping(
             (f"{native}.attn.qkv.{kind}",),
@@ -231,7 +229,7 @@ def _attention(config: ModelConfig, native: str, hf: str) -> tables.WeightMap:
         maps += tables.linear(f"{native}.attn.norm_{part}", f"{hf}.self_attn.{part}_norm", False)
     maps += tables.linear(f"{native}.attn.proj", f"{hf}.self_attn.o_proj", config.attn_proj_bias)
     maps.append(tables.one_to_one(f"{native}.layer_scalar", f"{hf}.layer_scalar"))
-    if options["per_layer_size"]:
+    if (config.family_options or {})["per_layer_size"]:
         names = {
             "per_layer_gate": "per_layer_input_gate", "per_layer_proj": "per_layer_projection",
             "post_per_layer_norm": "post_per_layer_input_norm",

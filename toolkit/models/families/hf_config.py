@@ -51,7 +51,9 @@ _EFFECTS: dict[str, Callable[[ModelConfig], Any]] = {
     "attention_multiplier": lambda c: c.attention_scale,
     "attn_bias": lambda c: c.bias or c.attn_bias,
     "attn_proj_bias": lambda c: c.bias or c.attn_proj_bias,
-    "gelu_approximate": lambda c: c.mlp_class_name in ("GemmaMLP", "GptNeoxMLP") and c.gelu_approximate,
+    "gelu_approximate": lambda c: (
+        (c.mlp_class_name in ("GemmaMLP", "GptNeoxMLP") or c.family == "gemma4_text") and c.gelu_approximate
+    ),
     "linear_attention": lambda c: any(map(c.has_linear_attention, range(c.n_layer))) and c.linear_attention,
     "linear_attention_indices": lambda c: [c.has_linear_attention(i) for i in range(c.n_layer)],
     "logits_scaling": lambda c: round(c.logits_scaling, 9),  # Cohere's files have the inverse

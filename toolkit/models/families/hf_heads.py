@@ -27,7 +27,7 @@ class Task(NamedTuple):
 
 
 _WITHOUT = (
-    "cohere2", "ernie4_5", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "granite", "granitemoe", "olmoe",
+    "cohere2", "ernie4_5", "ernie4_5_moe", "gemma4_text", "glm4_moe", "glm4_moe_lite", "granite", "granitemoe", "olmoe",
     "qwen3_5_moe_text",
 )  # fmt: skip
 # Start of the class names, where they are not the language model's.

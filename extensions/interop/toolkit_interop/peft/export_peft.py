@@ -110,7 +110,8 @@ def export_peft(
     model_type = read_json_object(info.base / "config.json", optional=True).get("model_type")
     wrapper_type = model_type if isinstance(model_type, str) and model_type in MULTIMODAL else None
     if wrapper_type is not None:
-        tensors = {name.replace(".layers.", f".{TEXT_MODEL}layers.", 1): tensor for name, tensor in tensors.items()}
+        text = f"{PREFIX}model."
+        tensors = {name.replace(text, text + TEXT_MODEL, 1): tensor for name, tensor in tensors.items()}
         settings["target_modules"] = _text_model_pattern(settings["target_modules"])
 
     def write(folder: Path) -> None:

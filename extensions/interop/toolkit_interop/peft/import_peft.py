@@ -246,8 +246,8 @@ def _parts(layer: Layer, config: ModelConfig) -> dict[str, range]:
     if ".attn." in layer.names[0] and config.has_linear_attention(int(layer.names[0].split(".")[2])):
         return {"linear_attention": range(layer.out_features)}
     if ".attn." in layer.names[0] and name != "proj":
-        return attention_rows(config).get(name, {})
-    kinds = {"lm_head": "head", "gate": "router"}  # of a model with experts
+        return attention_rows(config, int(layer.names[0].split(".")[2])).get(name, {})
+    kinds = {"lm_head": "head", "gate": "router", "per_layer_gate": "mlp", "per_layer_proj": "mlp"}
     kind = kinds.get(name) or ("mlp" if ".mlp." in layer.names[0] else "projection")
     return {kind: range(layer.out_features)}
 
