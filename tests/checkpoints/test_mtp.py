@@ -28,17 +28,23 @@ from tests.checkpoints.hf.test_fp8 import QUANTIZATION
 from tests.checkpoints.test_adapters import make
 from tests.checkpoints.test_streaming import MEASURE
 from tests.commands.test_consolidate import make_checkpoint, shard
+from tests.training.test_run import arguments
+from toolkit import Callback
 from toolkit.checkpoints.hf import export_hf
 from toolkit.checkpoints.hf.import_hf import import_hf
 from toolkit.checkpoints.store import MTP, newest_first
 from toolkit.cli import main
 from toolkit.data.tokenizer import train_bpe
+from toolkit.training.engine import run_training
 
 # By model type: the name in HF_CONFIGS, a layer to copy and its name in the MTP part, and keys of config.json.
 TYPES = {
     "deepseek_v3": ("deepseek-v3", "model.layers.1.", "model.layers.2.", {"num_nextn_predict_layers": 1}),
     "glm4_moe": ("glm4-moe", "model.layers.1.", "model.layers.2.", {"num_nextn_predict_layers": 1}),
     "glm4_moe_lite": ("glm4-moe-lite", "model.layers.1.", "model.layers.2.", {"num_nextn_predict_layers": 1}),
+    "qwen3_next": ("qwen3-next", "model.layers.1.", "mtp.layers.0.", {}),
+    "qwen3_5_text": ("qwen3.5", "model.layers.1.", "mtp.layers.0.", {"mtp_num_hidden_layers": 1}),
+    "qwen3_5_moe_text": ("qwen3.5-moe", "model.layers.1.", "mtp.layers.0.", {"mtp_num_hidden_layers": 1}),
     "ernie4_5_moe": ("ernie4.5-moe", "model.layers.1.", "model.mtp_block.0.", {"num_nextn_predict_layers": 1}),
 }
 RUN = ["--data", "JSON", "--data.prompt_style", "plain", "--accelerator", "cpu", "--train.global_batch_size", "2",
@@ -284,6 +290,22 @@ def test_sharded_remote_and_resumed_runs_keep_mtp_weights(corpus, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_deleted_file_of_the_base_is_a_warning(corpus, tmp_path, capsys):
+    """The run goes on: its own weights are worth more."""
+    (tmp_path / "base").mkdir()
+    base = with_mtp(write_base(tmp_path / "base", corpus))
+
+    class Delete(Callback):
+        def on_step_end(self, trainer, metrics) -> None:
+            (base / MTP).unlink(missing_ok=True)
+
+    options = {"model_name": None, "initial_checkpoint_dir": str(base), "train": {"max_steps": 1}}
+    run_training(arguments(corpus, tmp_path / "run", **options), [Delete()])
+    assert f"warning: {base / MTP} was deleted; the checkpoint is saved without it" in capsys.readouterr().out
+    assert main(["verify", str(tmp_path / "run")]) == 0 and not (tmp_path / "run" / "final" / MTP).exists()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe"])
 def test_transformers_predicts_several_tokens_with_the_export(kind, tiny_models, corpus, tmp_path, monkeypatch):
     """transformers loads MTP weights by patterns with the number of layers of the published model."""
@@ -334,3 +356,19 @@ def test_m2_one_mtp_weight_is_in_memory_at_a_time(tiny_models, corpus, tmp_path)
     expected = scales.repeat_interleave(125, 0).repeat_interleave(125, 1).bfloat16()
     assert torch.equal(exported[names[0]], expected) and f"{names[0]}_scale_inv" not in exported
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+@pytest.mark.slow
+def test_mtp_weights_of_multimodal_models_are_kept_and_images_dropped(tiny_models, corpus, tmp_path):
+    mtp, file = write_hf("qwen3_5_text", tmp_path / "hf", tiny_models, corpus), tmp_path / "hf" / "model.safetensors"
+    trunk = {name.replace("model.", "model.language_model.", 1): t for name, t in load_file(file).items()}
+    save_file(trunk | {"model.visual.blocks.0.norm1.weight": torch.ones(3)}, file)
+    config = tmp_path / "hf" / "config.json"
+    config.write_text(json.dumps({"model_type": "qwen3_5", "text_config": json.loads(config.read_text())}))
+    notes = import_hf(tmp_path / "hf", tmp_path / "base")
+    assert "dropped 1 weights that the text model does not use: visual (1)" in notes
+    assert f"kept {len(mtp)} weights of multi-token prediction in {MTP}: they are exported, not trained" in notes
+    export_hf.export_hf(tmp_path / "base", tmp_path / "out")
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    require_equal({name: exported[name] for name in mtp}, mtp)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["mtp_num_hidden_layers"] == 1

@@ -221,7 +221,7 @@ class Checkpointer:
         if (source := next((one for one in sources if (one / MTP).is_file()), None)) is not None:
             copy_files(source, folder, (MTP,))
         elif sources:
-            self._display.message(f"warning: {folder.name} has no {MTP}: {sources[-1] / MTP} was deleted")
+            self._display.message(f"warning: {sources[-1] / MTP} was deleted; the checkpoint is saved without it")
 
     def _write_model(self, folder: Path, weights: Tensors | None) -> None:
         """Write complete weights or adapters, if given, and the files of the model."""
