@@ -23,7 +23,8 @@ from toolkit.models.quantize import quantize_linears
 from toolkit.training.model_spec import compile_blocks
 
 MODES = ["selective", "full"]
-FAMILIES = ["llama-tied", "gemma2", "olmo3", "neox", "stablelm", "mixtral", "deepseek-v3", "gpt-oss", "gemma4-shared"]
+FAMILIES = ["llama-tied", "gemma2", "olmo3", "neox", "stablelm", "mixtral", "deepseek-v3", "gpt-oss", "gemma4-shared",
+            "qwen3-next"]  # fmt: skip
 LLAMA = ModelConfig(vocab_size=90, block_size=64, n_layer=4, n_embd=64, n_head=4, n_query_groups=2)
 
 
@@ -76,7 +77,9 @@ def test_gradients_are_bit_equal_for_every_kind_of_block(mode):
         assert counted.calls == 2 * len(model.blocks)
         assert list(model.state_dict()) == names and all(isinstance(block, Block) for block in model.blocks)
 
-    check_each(check, [*((family, False) for family in FAMILIES), ("llama-tied", True), ("gemma2", True)])
+    check_each(
+        check, [*((family, False) for family in FAMILIES), ("llama-tied", True), ("gemma2", True), ("qwen3.5", True)]
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -2,9 +2,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.tiny_configs import NATIVE_CONFIGS
 from torch.utils.flop_counter import FlopCounterMode
 
 from toolkit.distributed.device import peak_flops
+from toolkit.models.config import ModelConfig
 from toolkit.models.families import get_config
 from toolkit.models.flops import flops_per_token, matmul_parameters
 from toolkit.models.gpt import GPT
@@ -28,6 +30,18 @@ def test_n8_only_active_experts_count():
     assert active == 4 * ((64 + 8) + 2 * 3 * (64 + 24))  # of the router and two experts
     trained = sum(p.numel() for p in adapters.parameters() if p.requires_grad)
     assert trained == 4 * ((64 + 8) + 8 * 3 * (64 + 24))
+
+
+def test_n8_linear_attention_has_a_cost_per_token_for_any_length():
+    config = ModelConfig(n_layer=2, n_head=4, n_embd=64, **NATIVE_CONFIGS["qwen3.5"])  # one layer of each kind
+    with torch.device("meta"):
+        model = GPT(config)
+    state = 6 * 8 * 16
+    for T in (10, 1000):
+        expected = 6 * matmul_parameters(model) + 18 * state + 12 * 4 * 32 * T
+        assert flops_per_token(model, config, T) == expected
+        half = 2 * matmul_parameters(model) + 6 * state + 4 * 4 * 32 * T / 2
+        assert flops_per_token(model, config, T, causal=True, forward_only=True) == half
 
 
 @pytest.mark.parametrize("name", ["pico-llama", "pythia-14m", "gpt2"])

@@ -82,10 +82,15 @@ EXPERTS = {"mlp_class_name": "LLaMAMoE", "n_expert": 4, "n_expert_per_token": 2,
 FACTORS = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
 LONGROPE = {"rope_adjustments": FACTORS | {"original_max_seq_len": 20, "attention_factor": 1.2}}
 WINDOW = {"sliding_window_size": 8, "sliding_window_indices": [1, 0]}
+LINEAR = {
+    "linear_attention": {"n_key_heads": 2, "n_value_heads": 4, "key_size": 8, "value_size": 16, "conv_size": 4},
+    "linear_attention_indices": [1, 0], "attention_gate": True,
+}  # fmt: skip
+KINDS = {"llama": {}, "experts": EXPERTS, "longrope": LONGROPE, "window": WINDOW, "linear attention": LINEAR}
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("kind", [{}, EXPERTS, LONGROPE, WINDOW], ids=["llama", "experts", "longrope", "window"])
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_n2_padding_changes_neither_loss_nor_gradient_nor_counts(fabric, ragged, kind, packed):
     model = GPT(replace(get_config("pico-llama").with_vocab_size(VOCABULARY), **kind))
     initialize(model, seed=1)

@@ -10,9 +10,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from toolkit.config import ActivationCheckpointing
 
-_ATTENTION = ("aten::_scaled_dot_product_", "toolkit::flash_attention", "flex_attention", "torch_attn::_varlen_attn")
-"""Name prefixes of attention kernels: ``scaled_dot_product_attention`` on all devices, models/attention_kernels.py, and
-kernels that a user-provided module may use.
+_ATTENTION = ("aten::_scaled_dot_product_", "toolkit::flash_attention", "flex_attention", "torch_attn::_varlen_attn",
+              "toolkit::gated_delta_rule")  # fmt: skip
+"""Name prefixes of attention kernels: ``scaled_dot_product_attention`` on all devices, kernels that a user-provided
+module may use, models/attention_kernels.py and models/gated_delta.py.
 """
 _WEIGHT_ARGUMENT = {
     "aten::mm": 1, "aten::addmm": 2, "aten::linear": 1, "aten::_scaled_mm": 1, "toolkit::grouped_product": 1,

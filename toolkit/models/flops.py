@@ -61,11 +61,19 @@ def flops_per_token(
 
     This counts the forward and backward pass. ``d`` is heads x head size and T the sequence length; if the widths of
     values and keys differ, d is their mean. Each layer counts with its d. Frozen parameters count 4 times instead of 6,
-    because they have no gradient. ``causal`` halves the attention term, as in a causal kernel. Recomputation does not
-    count. ``forward_only`` counts a forward pass: a third, or half of frozen parameters.
+    because they have no gradient. Linear attention counts 18 x value heads x key size x value size per layer instead: a
+    token reads the value of its key from the state, writes a value, and reads the value of its query. ``causal`` halves
+    the attention term, as in a causal kernel. Recomputation does not count. ``forward_only`` counts a forward pass: a
+    third, or half of frozen parameters.
     """
-    layers = (config.layer(i) for i in range(config.n_layer))
-    attention = 6 * sum(layer.n_head * (layer.head_size + layer.value_size) for layer in layers) * seq_length
+    attention = recurrence = 0.0
+    for i in range(config.n_layer):
+        layer = config.layer(i)
+        if layer.linear_attention is not None and layer.has_linear_attention(i):
+            sizes = layer.linear_attention
+            recurrence += 18 * sizes["n_value_heads"] * sizes["key_size"] * sizes["value_size"]
+        else:
+            attention += 6 * layer.n_head * (layer.head_size + layer.value_size) * seq_length
     per_parameter = (2, 2) if forward_only else (4, 6)
     linear = sum(per_parameter[is_trained] * size for size, is_trained in _matmul_sizes(model))
-    return linear + attention * (0.5 if causal else 1.0) / (3 if forward_only else 1)
+    return linear + (attention * (0.5 if causal else 1.0) + recurrence) / (3 if forward_only else 1)

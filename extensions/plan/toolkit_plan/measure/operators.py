@@ -172,6 +172,10 @@ def _flops(func: Any, name: str, args: Any, kwargs: Any, arguments: dict[str, An
         return 2.0 * arguments["x"].numel() * out.size(-1)
     if "attention" in name:
         return _attention_flops(name, arguments)
+    if name.startswith("gated_delta_rule"):  # products with the state and in chunks, see models/gated_delta.py
+        (_, _, _, keys), values, size = arguments["k"].shape, arguments["v"].size(-1), arguments["chunk_size"]
+        forward = arguments["v"].numel() // values * (6.0 * keys * values + 4 * size * (keys + values))
+        return 2.5 * forward if name.endswith("backward") else forward
     formula = flop_registry.get(func._overloadpacket)
     return float(formula(*args, **kwargs, out_val=out)) if formula else 0.0
 
