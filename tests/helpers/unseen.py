@@ -5,8 +5,9 @@ To add a model type, write a function from a random generator to transformers' c
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,10 +16,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from helpers.tiny_models import randomize
 from toolkit.checkpoints.folder import load_model
 from toolkit.checkpoints.hf.import_hf import import_hf
+from toolkit.models import moe
 from toolkit.models.gpt import GPT
 
 transformers = pytest.importorskip("transformers")
@@ -42,8 +45,8 @@ class ModelType:
         curve_seeds: Seeds of the models that are trained.
         dtype: Dtype in which logits and gradients are compared.
         exactly: Context in which transformers computes in ``dtype``, where its classes convert to fp32.
-        second_form: Context in which transformers computes another form of the same. With it, fp32 logits must differ
-            from transformers' at most twice as much as its forms do from each other.
+        second_form: Context in which transformers computes another form of the same. With it, the error of fp32 logits
+            from those in ``dtype`` must be at most twice that of transformers' forms.
         from_pretrained: Loads transformers' model from a folder.
     """
 
@@ -238,6 +241,92 @@ def gemma4_text(r: Random) -> Any:
     )
 
 
+def linear_attention(r: Random) -> dict[str, Any]:
+    """Return the keys of a decoder whose layers have linear attention or attention, at least one each."""
+    sizes, heads = decoder(r), r.choice([1, 2, 3])
+    types = [r.choice(["linear_attention", "full_attention"]) for _ in range(sizes["num_hidden_layers"] - 2)]
+    r.shuffle(types := ["linear_attention", "full_attention", *types])
+    return {
+        **sizes,
+        "layer_types": types,
+        "head_dim": r.choice([8, 16, 24]),
+        "attention_bias": r.random() < 0.3,
+        "linear_num_key_heads": heads,
+        "linear_num_value_heads": heads * r.choice([1, 2, 3]),
+        "linear_key_head_dim": r.choice([8, 12, 16]),
+        "linear_value_head_dim": r.choice([8, 12, 24]),
+        "linear_conv_kernel_dim": r.choice([2, 3, 4]),
+    }
+
+
+def qwen_experts(r: Random) -> dict[str, Any]:
+    return experts(r, "num_experts", "num_experts_per_tok") | {
+        "shared_expert_intermediate_size": 8 * r.randint(1, 5),
+        "experts_implementation": "eager",
+    }
+
+
+def qwen3_next(r: Random) -> Any:
+    return transformers.Qwen3NextConfig(
+        **linear_attention(r),
+        **qwen_experts(r),
+        norm_topk_prob=r.random() < 0.5,
+        decoder_sparse_step=r.choice([1, 1, 2]),
+        mlp_only_layers=r.choice([[], [0]]),
+        rope_parameters=rope(r, partial_rotary_factor=r.choice([0.25, 0.5, 1.0])),
+    )
+
+
+def mrope(r: Random) -> dict[str, Any]:
+    sections = {"mrope_section": r.choice([[1, 1, 0], [2, 1, 1]]), "mrope_interleaved": True}
+    return rope(r, partial_rotary_factor=r.choice([0.25, 0.5, 1.0]), **r.choice([sections, {}]))
+
+
+def qwen3_5_text(r: Random) -> Any:
+    return transformers.Qwen3_5TextConfig(**linear_attention(r), rope_parameters=mrope(r))
+
+
+def qwen3_5_moe_text(r: Random) -> Any:
+    return transformers.Qwen3_5MoeTextConfig(**linear_attention(r), **qwen_experts(r), rope_parameters=mrope(r))
+
+
+class InFp64(TorchFunctionMode):
+    """Replaces fp32, which transformers' classes and toolkit's norms and RoPE ask for, by fp64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args = [torch.float64 if arg is torch.float32 else arg for arg in args]
+        kwargs = {name: torch.float64 if arg is torch.float32 else arg for name, arg in (kwargs or {}).items()}
+        return (torch.Tensor.double if func is torch.Tensor.float else func)(*args, **kwargs)
+
+
+def product_per_row(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    experts = torch.searchsorted(ends, torch.arange(len(x), dtype=ends.dtype), right=True)
+    return torch.bmm(x.unsqueeze(1), weights.index_select(0, experts)).squeeze(1)
+
+
+@contextmanager
+def in_fp64() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch, InFp64():
+        patch.setattr(moe, "grouped_product", product_per_row)  # torch has no grouped product in fp64
+        yield
+
+
+@contextmanager
+def recurrent_delta_rule() -> Iterator[None]:
+    """Let transformers compute the delta rule token by token instead of in chunks."""
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in ("qwen3_next", "qwen3_5", "qwen3_5_moe"):
+            module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+            patch.setattr(module, "torch_chunk_gated_delta_rule", module.torch_recurrent_gated_delta_rule)
+        yield
+
+
+DELTA_NET = {
+    "logits": 1e-10, "gradients": 1e-8, "dtype": torch.float64, "exactly": in_fp64,
+    "second_form": recurrent_delta_rule,
+    # has fp64
+    "from_pretrained": partial(transformers.AutoModelForCausalLM.from_pretrained, experts_implementation="eager"),
+}  # fmt: skip
 MODEL_TYPES = {
     "deepseek_v3": ModelType(deepseek_v3),
     "gemma4_text": ModelType(
@@ -247,5 +336,8 @@ MODEL_TYPES = {
     ),
     "glm4_moe": ModelType(glm4_moe),
     "glm4_moe_lite": ModelType(glm4_moe_lite),
+    "qwen3_5_moe_text": ModelType(qwen3_5_moe_text, **DELTA_NET),
+    "qwen3_5_text": ModelType(qwen3_5_text, **DELTA_NET),
     "qwen3_moe": ModelType(qwen3_moe),
+    "qwen3_next": ModelType(qwen3_next, **DELTA_NET),
 }
