@@ -26,8 +26,8 @@ HEAD = """\
 # Models
 
 Models that toolkit imports from and exports to Hugging Face. The architecture is read from `config.json`, so the name
-of the folder does not matter. Of the multimodal Gemma 3 (`model_type` gemma3), Mistral Small 3.1 and Ministral 3
-(mistral3), the text model is imported. Not supported: Qwen3-Next (linear attention), and
+of the folder does not matter. Of the multimodal Gemma 3 and 4 (`model_type` gemma3, gemma4), Mistral Small 3.1 and
+Ministral 3 (mistral3), and Qwen3.5 (qwen3_5, qwen3_5_moe), the text model is imported. Not supported:
 [variants](convert.md#from-a-folder) of the types below. To add a family: [extend_family.md](extend_family.md).
 
 Every type is tested on random weights in both directions: logits equal to transformers' in fp32 and bf16, also with a
@@ -72,6 +72,8 @@ def features(config: ModelConfig) -> list[str]:
         "QK-norm over all heads": config.norm_qk and config.norm_qk_type == "olmo2",
         "QK-norm weights per head": config.norm_qk_type == "per_head",
         "MLA": config.latent_attention is not None,
+        "Gated DeltaNet layers": config.linear_attention is not None,
+        "gated attention": config.attention_gate,
         "attention sinks": config.attention_sinks,
         "parallel residual": config.parallel_residual,
         "shared norm": config.shared_attention_norm,

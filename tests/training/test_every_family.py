@@ -33,7 +33,8 @@ FAST = ("gemma3_text", "qwen3_moe")  # the others with the slow tests; test_pari
 CLOSE = 2e-5  # fp32, relative to the largest logit
 PARTS = ("query", "key", "value", "projection", "head")
 EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite",
-           "olmoe", "ernie4_5_moe", "granitemoe"}  # fmt: skip
+           "olmoe", "ernie4_5_moe", "granitemoe", "qwen3_next", "qwen3_5_moe_text"}  # fmt: skip
+LINEAR = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
 RUN = ["--data", "JSON", "--data.prompt_style", "plain", "--accelerator", "cpu", "--train.global_batch_size", "2",
        "--train.micro_batch_size", "2", "--train.max_steps", "1", "--train.learning_rate", "1e-2",
        "--train.lr_warmup_steps", "0", "--eval.final_validation", "false", "--eval.max_new_tokens", "8"]  # fmt: skip
@@ -113,6 +114,7 @@ def test_lora_finetuning_merge_and_peft_export(family, hf_dir, base, hf_base_log
     parts = (*PARTS, *(("experts", "router") if family in EXPERTS else ()))
     if family not in {"mixtral", "gpt_oss", "olmoe", "qwen3_moe", "granitemoe"}:  # whose MLPs are all experts
         parts += ("mlp",)
+    parts += ("linear_attention",) if family in LINEAR else ()
     adapted = [word for part in parts for word in (f"--lora_{part}", "true")]
     words = ["--data.json_path", str(rows), "--out_dir", str(final.parent), "--lora_r", "4", *adapted, *RUN]
     assert main(["finetune_lora", str(base), *words]) == 0

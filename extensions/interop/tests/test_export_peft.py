@@ -31,6 +31,7 @@ safetensors = pytest.importorskip("safetensors.torch")
 
 SMALL = {"vocab_size": 160, "padding_multiple": 1, "block_size": 32, "n_layer": 2, "n_head": 4, "n_embd": 32}
 OLDER = {**SMALL, "bias": True, "norm_class_name": "LayerNorm", "mlp_class_name": "GptNeoxMLP"}
+LINEAR = {"qwen3_next": "qwen3-next", "qwen3_5_text": "qwen3.5"}
 CONFIGS = {
     "llama": ModelConfig(**SMALL, n_query_groups=2),
     "tied": ModelConfig(**SMALL, n_query_groups=2, tie_embeddings=True),
@@ -42,6 +43,7 @@ CONFIGS = {
     "gpt2": ModelConfig(
         **OLDER, family="gpt2", position_embedding="learned", gelu_approximate="tanh", tie_embeddings=True
     ),
+    **{family: ModelConfig(**NATIVE_CONFIGS[name] | SMALL) for family, name in LINEAR.items()},
 }
 BLOCK = {"query": True, "key": True, "value": True, "projection": True, "mlp": True}
 SELECTIONS = {"query": {"query": True}, "query+value": {"query": True, "value": True}, "block": BLOCK}
@@ -84,6 +86,8 @@ def test_peft_computes_the_same_logits(tmp_path, family, selection, kind, recwar
     chosen = SELECTIONS[selection]
     if CONFIGS[family].n_moe_layer and selection == "block":
         chosen = chosen | dict.fromkeys(("experts", "router"), kind != "dora") | {"mlp": False}
+    if family in LINEAR and selection == "block":
+        chosen = chosen | {"linear_attention": True}
     lora = LoRAConfig(**{**NONE, "r": 3, "alpha": 6, **chosen, **KINDS[kind]})
     base_dir, folder, model = make(tmp_path, CONFIGS[family], lora)
     assert main(["convert_to_peft", str(folder), str(tmp_path / "peft")]) == 0
