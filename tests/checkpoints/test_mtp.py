@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,8 +26,9 @@ from safetensors.torch import load_file, save_file
 
 import toolkit
 from tests.checkpoints.hf.test_fp8 import QUANTIZATION
-from tests.checkpoints.test_adapters import make
+from tests.checkpoints.test_adapters import LLAMA, make
 from tests.checkpoints.test_streaming import MEASURE
+from tests.commands.test_consolidate import CONFIG as SMALL
 from tests.commands.test_consolidate import make_checkpoint, shard
 from tests.training.test_run import arguments
 from toolkit import Callback
@@ -129,26 +131,29 @@ def test_mtp_weights_go_through_training_to_the_export(
     assert f"damaged: {MTP} (checksum mismatch" in refusal("convert_to_hf", run / "final", tmp_path / "again")
 
 
+MTP_NAME = "model.mtp_block.0.weight"  # in ERNIE 4.5, which otherwise is a Llama
+
+
 def with_mtp(folder: Path) -> Path:
     """Add a file of MTP weights to a model folder."""
-    save_file({"mtp.fc.weight": torch.ones(3, dtype=torch.bfloat16)}, folder / MTP, {"config": '{"mtp_layers": 1}'})
+    save_file({MTP_NAME: torch.ones(3, dtype=torch.bfloat16)}, folder / MTP, {"config": '{"mtp_layers": 1}'})
     return seal(folder)
 
 
 def make_average(tmp_path: Path) -> tuple[Path, Path]:
-    a, b = (with_mtp(make_checkpoint(tmp_path / name)) for name in "ab")
+    a, b = (with_mtp(make_checkpoint(tmp_path / name, replace(SMALL, family="ernie4_5"))) for name in "ab")
     assert main(["average", str(tmp_path / "out"), "--checkpoint_dirs", f"{a},{b}"]) == 0
     return a, tmp_path / "out"
 
 
 def make_consolidated(tmp_path: Path) -> tuple[Path, Path]:
-    source = shard(with_mtp(make_checkpoint(tmp_path / "a")), tmp_path / "shards")
+    source = shard(with_mtp(make_checkpoint(tmp_path / "a", replace(SMALL, family="ernie4_5"))), tmp_path / "shards")
     assert main(["consolidate", str(source), str(tmp_path / "out")]) == 0
     return source, tmp_path / "out"
 
 
 def make_merged(tmp_path: Path, *out: str) -> tuple[Path, Path]:
-    base, folder, _ = make(tmp_path)
+    base, folder, _ = make(tmp_path, replace(LLAMA, family="ernie4_5"))
     with_mtp(base)
     assert main(["merge_lora", str(seal(folder)), *out]) == 0
     return base, folder
@@ -178,7 +183,7 @@ def test_writers_of_checkpoints_link_mtp_weights(writer, tmp_path):
     assert main(["verify", str(folder)]) == 0
     assert main(["convert_to_hf", str(folder), str(tmp_path / "hf")]) == 0
     with safe_open(tmp_path / "hf" / "model.safetensors", "pt") as file:
-        assert file.get_tensor("mtp.fc.weight").dtype == torch.bfloat16
+        assert file.get_tensor(MTP_NAME).dtype == torch.bfloat16
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["mtp_layers"] == 1
 
 
@@ -198,7 +203,7 @@ def test_all_writers_of_folders_are_listed():
 def test_s1_full_disk_and_lost_base_leave_the_last_checkpoint(corpus, tmp_path, monkeypatch, refusal, capsys):
     """Without hard links: each checkpoint has a copy, of the newest one; a copy that fails is one line."""
     (tmp_path / "base").mkdir()
-    base, run = with_mtp(write_base(tmp_path / "base", corpus)), tmp_path / "run"
+    base, run = with_mtp(write_base(tmp_path / "base", corpus, family="ernie4_5")), tmp_path / "run"
     words = [
         "finetune_full",
         str(base),
@@ -258,7 +263,7 @@ main(sys.argv[1:])
 def test_s1_kill_during_the_copy_leaves_the_last_checkpoint(corpus, tmp_path):
     """Without hard links; the next launch removes the rest and goes on."""
     (tmp_path / "base").mkdir()
-    base, run = with_mtp(write_base(tmp_path / "base", corpus)), tmp_path / "run"
+    base, run = with_mtp(write_base(tmp_path / "base", corpus, family="ernie4_5")), tmp_path / "run"
     words = ["finetune_full", str(base), "--data.json_path", str(write_rows(tmp_path)), "--out_dir", str(run), *RUN]
     words += ["--train.save_interval", "1", "--train.max_steps", "3"]
     killed = subprocess.run([sys.executable, "-c", KILLED, *words], env=with_path(), capture_output=True, text=True)
@@ -273,7 +278,7 @@ def test_s1_kill_during_the_copy_leaves_the_last_checkpoint(corpus, tmp_path):
 @pytest.mark.slow
 def test_sharded_remote_and_resumed_runs_keep_mtp_weights(corpus, tmp_path):
     (tmp_path / "base").mkdir()
-    base = with_mtp(write_base(tmp_path / "base", corpus))
+    base = with_mtp(write_base(tmp_path / "base", corpus, family="ernie4_5"))
     flags = [str(base), "--data.json_path", str(write_rows(tmp_path)), *RUN, "--train.save_interval", "1"]
     flags += ["--train.max_steps", "2"]
     fsdp = ["--strategy", "fsdp", "--train.micro_batch_size", "1", "--fsdp.state_dict_type"]
@@ -286,14 +291,14 @@ def test_sharded_remote_and_resumed_runs_keep_mtp_weights(corpus, tmp_path):
     assert main(["finetune_full", *flags, "--out_dir", remote, "--resume", str(step)]) == 0
     assert main(["convert_to_hf", f"{remote}/final", str(tmp_path / "hf")]) == 0
     with safe_open(tmp_path / "hf" / "model.safetensors", "pt") as file:
-        assert torch.equal(file.get_tensor("mtp.fc.weight"), torch.ones(3, dtype=torch.bfloat16))
+        assert torch.equal(file.get_tensor(MTP_NAME), torch.ones(3, dtype=torch.bfloat16))
 
 
 @pytest.mark.slow
 def test_a_deleted_file_of_the_base_is_a_warning(corpus, tmp_path, capsys):
     """The run goes on: its own weights are worth more."""
     (tmp_path / "base").mkdir()
-    base = with_mtp(write_base(tmp_path / "base", corpus))
+    base = with_mtp(write_base(tmp_path / "base", corpus, family="ernie4_5"))
 
     class Delete(Callback):
         def on_step_end(self, trainer, metrics) -> None:
@@ -372,3 +377,16 @@ def test_mtp_weights_of_multimodal_models_are_kept_and_images_dropped(tiny_model
     exported = load_file(tmp_path / "out" / "model.safetensors")
     require_equal({name: exported[name] for name in mtp}, mtp)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["mtp_num_hidden_layers"] == 1
+
+
+def test_other_content_of_the_file_is_one_line(tmp_path, refusal):
+    folder = with_mtp(make_checkpoint(tmp_path / "a", replace(SMALL, family="ernie4_5")))
+    for name, dtype, config, message in [
+        ("lm_head.weight", torch.float32, "{}", "'lm_head.weight' (torch.float32) is no such weight of ernie4_5"),
+        (MTP_NAME, torch.int64, "{}", "(torch.int64) is no such weight"),
+        (MTP_NAME, torch.float32, "[]", "unsupported operand"),
+    ]:
+        save_file({name: torch.ones(3, dtype=dtype)}, folder / MTP, {"config": config})
+        seal(folder)
+        line = refusal("convert_to_hf", folder, tmp_path / "out")
+        assert f"{folder / MTP}: damaged: " in line and message in line

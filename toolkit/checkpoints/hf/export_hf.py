@@ -62,7 +62,7 @@ def export_hf(
     if family_options:
         config, weights = _change_options(config, weights, family_options)
     base = weights.info.base if isinstance(weights, MergedWeights) else None
-    mtp, mtp_keys = read_mtp(base or checkpoint_dir) if config.head is None else ({}, {})
+    mtp, mtp_keys = read_mtp(base or checkpoint_dir, config)
     if mtp:
         notice(f"note: the {len(mtp)} weights of multi-token prediction are the base model's, not trained with it")
     tokenizer = None
