@@ -32,12 +32,22 @@ GPT_OSS = {
     "n_expert_per_token": 2, "moe_intermediate_size": 32, "norm_topk_prob": True, "swiglu_limit": 7.0,
     "sliding_window_size": 12, "sliding_window_indices": [1, 0],
 }  # fmt: skip
+GEMMA4 = {  # one layer of each kind, and two that take their keys and values
+    "family": "gemma4_text", "scale_embeddings": True, "gelu_approximate": "tanh", "attention_multiplier": 1.0,
+    "norm_qk": True, "post_attention_norm": True, "post_mlp_norm": True, "mlp_class_name": "GemmaMLP", "n_layer": 4,
+    "sliding_window_size": 12, "sliding_window_indices": [1, 0, 1, 0], "rope_indices": [1, 0, 1, 0],
+    "rope_local_base_freq": 100.0, "rope_adjustments": {"partial_rotary_factor": 0.5}, "n_query_groups": 2,
+    "family_options": {
+        "full_attention": {"head_size": 24, "n_query_groups": 1}, "keys_are_values": True, "n_shared_kv_layers": 2,
+        "double_wide_mlp": True, "per_layer_size": 16, "per_layer_vocab_size": 512,
+    },
+}  # fmt: skip
 APERTUS = {"family": "apertus", "norm_qk": True, "mlp_class_name": "XieluMLP"}
-MODELS = {"gemma2": GEMMA2, "olmo3": OLMO3, "deepseek": DEEPSEEK, "glm4_moe": GLM4_MOE, "gpt_oss": GPT_OSS,
-          "apertus": APERTUS}  # fmt: skip
+MODELS = {"gemma2": GEMMA2, "gemma4": GEMMA4, "olmo3": OLMO3, "deepseek": DEEPSEEK, "glm4_moe": GLM4_MOE,
+          "gpt_oss": GPT_OSS, "apertus": APERTUS}  # fmt: skip
 SHOWN_BY = {
-    "gemma2": "post_mlp_norm", "olmo3": "norm_q", "deepseek": "mlp.correction", "glm4_moe": "attn.norm_q",
-    "gpt_oss": "attn.sinks", "apertus": "mlp.alpha_p",
+    "gemma2": "post_mlp_norm", "gemma4": "wte_per_layer", "olmo3": "norm_q", "deepseek": "mlp.correction",
+    "glm4_moe": "attn.norm_q", "gpt_oss": "attn.sinks", "apertus": "mlp.alpha_p",
 }  # fmt: skip
 
 
@@ -50,7 +60,15 @@ def flags(options: dict) -> list[str]:
 def test_n3_two_ranks_match_one(name, tmp_path, shared_flags):
     same = ["--precision", "32-true", *flags(MODELS[name])]
     run_group(tmp_path, 1, [Case("one", same)], shared_flags)
-    run_group(tmp_path, 2, [Case("two", [*same, "--strategy", "fsdp"])], shared_flags)
+    cases = [Case("two", [*same, "--strategy", "fsdp"])]
+    if name == "gemma4":  # its blocks pass keys and values on
+        cases += [Case("ddp", [*same, "--strategy", "ddp"])]
+        cases += [
+            Case(mode, [*cases[0].flags, "--train.activation_checkpointing", mode]) for mode in ("selective", "full")
+        ]
+    run_group(tmp_path, 2, cases, shared_flags)
     one = losses(tmp_path / "one")
     assert len(one) == 20 and one[-1] < one[0] - 0.1
-    assert any(SHOWN_BY[name] in key for key in require_close(tmp_path / "two", tmp_path / "one"))
+    for case in cases:
+        assert any(SHOWN_BY[name] in key for key in require_close(tmp_path / case.name, tmp_path / "one"))
+    assert all(losses(tmp_path / case.name) == losses(tmp_path / "two") for case in cases[2:])

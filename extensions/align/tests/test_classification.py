@@ -34,7 +34,7 @@ from toolkit.data.sft.tokenize import mark_scored
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
 from toolkit.io.safe_parse import read_yaml, write_yaml
-from toolkit.models.gpt import GPT
+from toolkit.models.gpt import build_model
 from toolkit.training.callbacks.console import texts_of
 
 WORDS = {"good": ["fine", "great", "fun"], "bad": ["dull", "poor", "work"], "mixed": ["fine", "dull", "odd"]}
@@ -544,7 +544,7 @@ def test_every_family_exports_its_head(name, head, tiny_models, tmp_path):
     config = native.config.with_head(head)
     if head == "classification":
         config = replace(config, labels=["a", "b", "c"], problem_type="single_label_classification")
-    model = GPT(config)
+    model = build_model(config)
     model.load_state_dict({k: v for k, v in native.state_dict().items() if not k.startswith("lm_head")}, strict=False)
     torch.nn.init.normal_(model.score.weight)
     folder = tmp_path / "head"

@@ -218,7 +218,13 @@ def fix_shapes(monkeypatch, count=3):
 
 
 def inputs_of(batcher):
-    tensors = (*batcher._cache.tensors, *batcher._cache.recurrent_states, batcher._ids, batcher._first, batcher._position)
+    tensors = (
+        *batcher._cache.tensors,
+        *batcher._cache.recurrent_states,
+        batcher._ids,
+        batcher._first,
+        batcher._position,
+    )
     return [(tensor.data_ptr(), tensor.shape) for tensor in tensors]
 
 
