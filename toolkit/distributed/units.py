@@ -25,8 +25,8 @@ MIN_NUM_PARAMS = 100_000_000
 AUTOCAST_DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 """Dtypes of autocast by precision."""
 
-HEAD, EMBEDDING = "lm_head", "transformer.wte"
-"""Names of GPT's head and embedding."""
+HEAD, EMBEDDING, PER_LAYER = "lm_head", "transformer.wte", "transformer.wte_per_layer"
+"""Names of GPT's head and embedding, and of the embedding of per-layer inputs, which only some models have."""
 
 LOSS_WRAPPER_PREFIX = "module"
 """Name of a user-provided model in :class:`toolkit.models.loss_wrapper.LossWrapper`."""
@@ -52,10 +52,10 @@ class Unit(NamedTuple):
 def plan_units(module: nn.Module, options: FSDPArgs, block_classes: tuple[type[nn.Module], ...]) -> list[Unit]:
     """Return the units in the order of the forward pass, the root first.
 
-    With units by block, an untied head and embedding of GPT are units.
+    With units by block, an untied head and embedding of GPT are units, and the embedding of per-layer inputs.
     """
     if options.auto_wrap == "block":
-        names = {name for name, part in module.named_modules() if isinstance(part, block_classes)}
+        names = {name for name, part in module.named_modules() if isinstance(part, block_classes) or name == PER_LAYER}
         if isinstance(module, GPT) and not module.config.tie_embeddings:
             names |= {HEAD, EMBEDDING}
     elif options.auto_wrap == "class":

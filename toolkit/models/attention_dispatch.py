@@ -58,7 +58,8 @@ class KernelCase(NamedTuple):
 
 def kernel_of(config: ModelConfig, has_documents: bool, has_context: bool = False) -> KernelChoice | None:
     """Return the kernel that replaces masks on CUDA in 16 bits; None if there is none or no mask is needed."""
-    width = max(config.head_size, config.value_size)
+    layers = map(config.layer, range(config.n_layer))
+    width = max(max(layer.head_size, layer.value_size) for layer in layers)
     if width > MAX_WIDTH:
         return None
     if config.attention_logit_softcapping is not None:

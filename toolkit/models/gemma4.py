@@ -183,10 +183,11 @@ class Gemma4(GPT):
         super().__init__(config, **options)
         sizes: Fields = config.family_options or {}
         if size := sizes["per_layer_size"]:
-            width = config.n_layer * size
+            width, after = config.n_layer * size, {name: self.transformer.pop(name) for name in ("h", "ln_f")}
             self.transformer["wte_per_layer"] = nn.Embedding(sizes["per_layer_vocab_size"], width)
             self.transformer["per_layer_proj"] = nn.Linear(config.n_embd, width, bias=False)
             self.transformer["per_layer_norm"] = make_norm(config, size)
+            self.transformer.update(after)  # in the order of the forward pass
 
     def make_block(self, config: ModelConfig, layer: int) -> Block:
         return Gemma4Block(config, layer)
