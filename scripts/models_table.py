@@ -58,8 +58,13 @@ def features(config: ModelConfig) -> list[str]:
     """Return the differences of a model from a Llama without grouped queries."""
     has_windows = config.sliding_window_size is not None
     rope_indices = {config.rope_index(i) for i in range(config.n_layer)}
-    scaling = {"linear": "linear", "llama3": "Llama 3", "yarn": "YaRN", "longrope": "LongRoPE", None: None}
+    scaling = {"linear": "linear", "llama3": "Llama 3", "yarn": "YaRN", "longrope": "LongRoPE",
+               "proportional": "proportional", None: None}  # fmt: skip
+    options = config.family_options or {}
     has = {
+        "per-layer embeddings": options.get("per_layer_size"),
+        "shared keys and values": options.get("n_shared_kv_layers"),
+        "keys that are values": options.get("keys_are_values"),
         "learned positions": config.position_embedding == "learned",
         "LayerNorm": config.norm_class_name == "LayerNorm",
         "norms without bias": config.norm_class_name == "LayerNorm" and config.norm_affine and not config.norm_bias,
@@ -134,7 +139,7 @@ def measure() -> dict[str, float]:
 
     from tests.helpers import tiny_models as parity
     from tests.helpers.tiny_configs import HF_CONFIGS, NATIVE_CONFIGS
-    from toolkit.models.gpt import GPT
+    from toolkit.models.gpt import build_model
 
     errors: dict[str, float] = defaultdict(float)
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
@@ -146,7 +151,7 @@ def measure() -> dict[str, float]:
             kind = hf_model.config.model_type
             errors[kind] = max(errors[kind], parity.relative_error(model(ids), hf_model(ids).logits))
         for name, fields in NATIVE_CONFIGS.items():
-            model = GPT(tiny_config(fields)).eval()
+            model = build_model(tiny_config(fields)).eval()
             parity.randomize(model, seed=2)
             parity.to_folder(model, Path(folder) / f"{name}-back")
             hf_model = transformers.AutoModelForCausalLM.from_pretrained(Path(folder) / f"{name}-back").eval()

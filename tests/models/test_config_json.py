@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.cases import check_each, has_slow_tests
-from helpers.tiny_configs import HF_CONFIGS, LINEAR_MOE, LLAMA, MROPE
+from helpers.tiny_configs import GEMMA4, HF_CONFIGS, LINEAR_MOE, LLAMA, MROPE
 from helpers.tiny_configs import LINEAR as DELTA_NET
 from helpers.tiny_models import from_folder, randomize, relative_error, token_ids
 from safetensors.torch import save_file
@@ -391,7 +391,7 @@ def test_unsupported_types_say_the_reason_and_the_closest_type(request):
 
 
 def save_multimodal_model(folder, kind):
-    """Save a random multimodal Gemma 3, Ministral 3 or Qwen3.5 with transformers."""
+    """Save a random multimodal Gemma 3 or 4, Ministral 3 or Qwen3.5 with transformers."""
     images = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
               "image_size": 16, "patch_size": 8}  # fmt: skip
     config = transformers.Gemma3Config(
@@ -407,13 +407,29 @@ def save_multimodal_model(folder, kind):
         text = (DELTA_NET if kind == "qwen3_5" else LINEAR_MOE) | {"rope_parameters": MROPE}
         vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64}
         config = transformers.AutoConfig.for_model(kind, text_config=text, vision_config=vision)
+    if kind == "gemma4":
+        audio = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 32,
+                 "subsampling_conv_channels": [8, 4]}  # fmt: skip
+        text = GEMMA4 | {"num_kv_shared_layers": 3, "pad_token_id": 0, "use_bidirectional_attention": "vision"}
+        vision = {key: value for key, value in images.items() if not key.endswith("_size")} | {
+            "hidden_size": 32, "intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 16, "patch_size": 4,
+            "position_embedding_size": 64,
+        }  # fmt: skip
+        config = transformers.Gemma4Config(text_config=text, vision_config=vision, audio_config=audio)
     reference = transformers.AutoModelForImageTextToText.from_config(config).eval()
     randomize(reference, seed=0)
     reference.save_pretrained(folder)
     return reference
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "mistral3", "qwen3_5", "qwen3_5_moe"])
+OTHERS = {
+    "gemma4": r"audio_tower \(\d+\), embed_audio \(\d+\), embed_vision \(\d+\), vision_tower",
+    **dict.fromkeys(["qwen3_5", "qwen3_5_moe"], "visual"),
+    **dict.fromkeys(["gemma3", "mistral3"], r"multi_modal_projector \(\d+\), vision_tower"),
+}
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4", "mistral3", "qwen3_5", "qwen3_5_moe"])
 @pytest.mark.parametrize("named", ["as files are", "as in memory"])
 def test_text_model_of_multimodal_model_has_equal_logits(kind, named, tmp_path):
     reference = save_multimodal_model(tmp_path / "hf", kind)
@@ -422,8 +438,7 @@ def test_text_model_of_multimodal_model_has_equal_logits(kind, named, tmp_path):
         weights = {n: tensor for n, tensor in reference.state_dict().items() if not is_tied or n != "lm_head.weight"}
         save_file(weights, tmp_path / "hf" / "model.safetensors")
     notes, ids = import_hf(tmp_path / "hf", tmp_path / "native"), token_ids() % 90
-    others = r"visual" if kind.startswith("qwen3_5") else r"multi_modal_projector \(\d+\), vision_tower"
-    dropped = rf"dropped \d+ weights that the text model does not use: {others} \(\d+\)"
+    dropped = rf"dropped \d+ weights that the text model does not use: {OTHERS[kind]} \(\d+\)"
     assert sum(re.fullmatch(dropped, note) is not None for note in notes) == 1
     assert any(re.fullmatch(rf"note: {kind} is multimodal; only its text model \(.*\) is read", note) for note in notes)
     native = load_model(tmp_path / "native").eval()

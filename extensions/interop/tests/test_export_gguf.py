@@ -48,7 +48,7 @@ REFUSED = {
     "starcoder2-without-biases": "bias False", "glm4": "'glm4' is not", "cohere2": "'cohere2' is not",
     "seed-oss": "'seed_oss' is not", "olmoe": "'olmoe' is not", "ministral": "'ministral' is not",
     "hunyuan": "'hunyuan_v1_dense' is not", "exaone4": "'exaone4' is not", "ernie4.5": "'ernie4_5' is not",
-    "apertus": "'apertus' is not", "granitemoe": "'granitemoe' is not",
+    "apertus": "'apertus' is not", "granitemoe": "'granitemoe' is not", "gemma4": "'gemma4_text' is not",
 }  # fmt: skip
 TEXTS = [
     "hello world", "The year 2024 wasn't 1999", "a 12345 b20242024", "$$ 100,000 == 3.14!!", "Größe naïve 日本語",

@@ -43,6 +43,7 @@ REFUSED = {
     "olmo-clipped": "clip_qkv", "olmo3": "yarn", "stablelm-12b": "norm_qk_type per_head", "granite": "multiplier",
     "deepseek-v2": "latent_attention", "llama-attention-biases": "attn_proj_bias", "cohere2": "rope_indices",
     "hunyuan": "norm_qk_after_rope", "apertus": "mlp_class_name XieluMLP",
+    "gemma4": "'gemma4_text'",
 }  # fmt: skip
 
 

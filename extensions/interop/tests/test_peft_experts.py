@@ -21,7 +21,7 @@ transformers = pytest.importorskip("transformers")
 
 MODELS = [
     "mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss", "deepseek-v2", "deepseek-v3", "glm4-moe",
-    "glm4-moe-lite", "olmoe", "ernie4.5-moe", "granitemoe",
+    "glm4-moe-lite", "olmoe", "ernie4.5-moe", "granitemoe", "gemma4-moe",
 ]  # fmt: skip
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 
@@ -51,7 +51,8 @@ def made_by_peft(hf, folder, parameters, **settings):
 def test_adapters_of_peft_are_imported_and_exported(model, tiny_models, tmp_path):
     """peft's gate_up_proj has one A for fc_1 and fc_2, which get a copy each; the export has twice the rank."""
     hf, base = tiny_models[model].hf, tiny_models[model].native
-    routers = {"gpt-oss": "mlp.router.weight", "granitemoe": "block_sparse_moe.router.weight"}
+    routers = {"gpt-oss": "mlp.router.weight", "granitemoe": "block_sparse_moe.router.weight",
+               "gemma4-moe": "router.proj.weight"}  # fmt: skip
     router = routers.get(model, "mlp.gate.weight")
     expected, plain = made_by_peft(hf, tmp_path / "peft", [*EXPERTS, router])
     assert differs(plain, expected) > 1e-2
