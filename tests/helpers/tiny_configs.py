@@ -402,7 +402,7 @@ GATED_MOE = {
 }  # fmt: skip
 _GEMMA4_OPTIONS = {
     "full_attention": {"head_size": 24, "n_query_groups": 4}, "keys_are_values": False, "n_shared_kv_layers": 0,
-    "double_wide_mlp": False, "per_layer_size": 8, "per_layer_vocab_size": 128,
+    "double_wide_mlp": False, "per_layer_size": 8, "per_layer_vocab_size": 192,
 }  # fmt: skip
 NATIVE_CONFIGS = {
     "qwen3-next": {"family": "qwen3_next", **GATED_MOE, "moe_indices": [1, 0]},

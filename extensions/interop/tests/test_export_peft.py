@@ -32,6 +32,7 @@ safetensors = pytest.importorskip("safetensors.torch")
 SMALL = {"vocab_size": 160, "padding_multiple": 1, "block_size": 32, "n_layer": 2, "n_head": 4, "n_embd": 32}
 OLDER = {**SMALL, "bias": True, "norm_class_name": "LayerNorm", "mlp_class_name": "GptNeoxMLP"}
 LINEAR = {"qwen3_next": "qwen3-next", "qwen3_5_text": "qwen3.5"}
+GEMMA4 = ("gemma4", "gemma4-shared")
 CONFIGS = {
     "llama": ModelConfig(**SMALL, n_query_groups=2),
     "tied": ModelConfig(**SMALL, n_query_groups=2, tie_embeddings=True),
@@ -44,6 +45,7 @@ CONFIGS = {
         **OLDER, family="gpt2", position_embedding="learned", gelu_approximate="tanh", tie_embeddings=True
     ),
     **{family: ModelConfig(**NATIVE_CONFIGS[name] | SMALL) for family, name in LINEAR.items()},
+    **{name: ModelConfig(**NATIVE_CONFIGS[name] | SMALL) for name in GEMMA4},
 }
 BLOCK = {"query": True, "key": True, "value": True, "projection": True, "mlp": True}
 SELECTIONS = {"query": {"query": True}, "query+value": {"query": True, "value": True}, "block": BLOCK}
