@@ -313,8 +313,9 @@ class ModelConfig:
     def layer(self, layer: int) -> ModelConfig:
         """Return the config of one layer: this one, unless its sizes differ."""
         sizes = (self.family_options or {}).get("full_attention")
-        is_same = sizes is None or self.window(layer) is not None
-        return self if is_same else replace(self, family_options=None, **sizes)
+        if sizes is None or self.window(layer) is not None:
+            return self
+        return replace(self, family_options=None, **sizes)
 
     @property
     def n_cached_layer(self) -> int:

@@ -160,7 +160,7 @@ class Gemma4Block(Block):
 
         ``per_layer_input``: (B, T, per_layer_size). ``shared``: keys and values of the layer that shares them.
         """
-        assert kv_source is None and rope is not None
+        assert kv_source is None and rope is not None and self.norm_2 is not None
         if not torch.compiler.is_compiling():  # see Block
             self.dropout_bits.tokens = dropout_bits
         y, keys_and_values = self.attn(self.norm_1(x), attn_mask, rope, cache, shared)

@@ -305,9 +305,9 @@ class GPT(nn.Module, metaclass=InitializedModel):
         self, layer: int, x: Tensor, inputs: BlockInputs, kv_source: Tensor | None = None, **others: Any
     ) -> Any:
         """Run one block, see :class:`Block`. ``others`` are arguments of a subclass's block."""
-        block, masks, rope = self.blocks[layer], inputs.masks, inputs.ropes.get(self.config.rope_index(layer))
-        has_cache = inputs.kv_cache is not None and layer < self.config.n_cached_layer
-        cache = inputs.kv_cache[layer] if has_cache else None
+        block, masks = cast(Block, self.transformer.h[layer]), inputs.masks
+        rope, caches = inputs.ropes.get(block.rope_index), inputs.kv_cache
+        cache = None if caches is None or layer >= self.config.n_cached_layer else caches[layer]
         attn_mask = masks.for_linear_attention() if block.uses_linear_attention else masks.for_window(block.window)
         bits = block.dropout_bits.tokens = None if inputs.dropout_bits is None else derive(inputs.dropout_bits, layer)
         return block(x, attn_mask, rope, cache, inputs.token_mask, kv_source, bits, **others)
