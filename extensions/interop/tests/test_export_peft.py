@@ -21,7 +21,7 @@ from toolkit.checkpoints.importers import import_adapters
 from toolkit.cli import main
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
-from toolkit.models.gpt import GPT
+from toolkit.models.gpt import build_model
 from toolkit.models.lora import is_adapter
 from toolkit.models.lora_config import LoRAConfig
 
@@ -54,7 +54,7 @@ KINDS = {"lora": {}, "rslora": {"rslora": True}, "dora": {"dora": True}}
 
 def make(tmp_path, config: ModelConfig, lora: LoRAConfig):
     """(folder of the base, folder of the adapters, the model)"""
-    model = GPT(config)
+    model = build_model(config)
     initialize(model, 0)
     g = torch.Generator().manual_seed(9)
     for p in model.parameters():
