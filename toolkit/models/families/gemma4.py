@@ -148,6 +148,7 @@ def from_hf_config(config_json: Fields) -> ModelConfig:
         hidden_activation=("gelu_pytorch_tanh",),
         use_bidirectional_attention=(None, "vision"),  # of image tokens, which a text does not have
         mlp_bias=(False,),
+        enable_moe_block=(True, False),
         rope_scaling=(None,),
         rope_theta=(None,),
     )
