@@ -25,6 +25,10 @@ from toolkit.training.model_spec import compile_blocks
 FIXED = [(24, True), (24, True), (24, False), (24, True)]
 RAGGED = [(24, True), (17, True), (30, True), (9, True), (24, False), (19, False)]
 WINDOWS = {"n_layer": 6, "sliding_window_size": 16, "sliding_window_indices": [1, 0] * 3}
+LINEAR = {
+    "linear_attention": {"n_key_heads": 2, "n_value_heads": 4, "key_size": 8, "value_size": 8, "conv_size": 4},
+    "linear_attention_indices": [1, 0] * 2,
+}  # fmt: skip
 GEMMA2 = WINDOWS | {"attention_logit_softcapping": 50.0, "post_attention_norm": True, "post_mlp_norm": True}
 
 
@@ -83,8 +87,9 @@ def count_graphs(
         pytest.param({}, True, False, marks=pytest.mark.slow),
         pytest.param(GEMMA2, False, False, marks=pytest.mark.slow),
         pytest.param({}, True, True, marks=pytest.mark.slow),
+        pytest.param(LINEAR, True, True, marks=pytest.mark.slow),
     ],
-    ids=["fixed", "ragged", "gemma2-ragged", "packed-fixed", "gemma2-fixed", "packed-ragged"],
+    ids=["fixed", "ragged", "gemma2-ragged", "packed-fixed", "gemma2-fixed", "packed-ragged", "linear-packed-ragged"],
 )
 def test_equivalent_blocks_share_a_graph(changes, is_packed, is_ragged):
     """One graph each for training and validation per type of layer, for rows of any length."""

@@ -354,7 +354,8 @@ class _CausalConv(torch.autograd.Function):
         x, weight, is_first = ctx.saved_tensors
         sums = _convolved(x, weight, is_first)
         grad = torch.ops.aten.silu_backward(grad.to(sums.dtype), sums)
-        T, grad_x, grad_weight = grad.size(1), torch.zeros_like(x, dtype=grad.dtype), list[Tensor]()
+        T, grad_x = grad.size(1), torch.zeros_like(x, dtype=grad.dtype)
+        grad_weight: list[Tensor] = []
         for i, column in reversed([*enumerate(weight.to(grad.dtype).unbind(1))]):
             grad_x[:, i : i + T].addcmul_(grad, column)
             grad_weight.insert(0, (grad * x[:, i : i + T]).sum((0, 1)))
