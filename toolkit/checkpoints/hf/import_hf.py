@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import tempfile
 import warnings
 from collections import Counter
@@ -258,15 +259,14 @@ def _split_experts(hf_weights: dict[str, Weight], expected: set[str]) -> dict[st
             continue
         n, rows, columns = stored.shape
         rows //= len(parts)
-        for e in range(n):
-            for i, part in enumerate(parts):
-                read = functools.partial(_rows_of_expert, e, i * rows, rows)
-                split[f"{experts}.{e}.{part}.weight"] = Dequantized((rows, columns), (stored,), read, stored.dtype)
+        for e, (i, part) in itertools.product(range(n), enumerate(parts)):
+            read = functools.partial(_rows_of_expert, e, slice(i * rows, (i + 1) * rows))
+            split[f"{experts}.{e}.{part}.weight"] = Dequantized((rows, columns), (stored,), read, stored.dtype)
     return split
 
 
-def _rows_of_expert(expert: int, first: int, rows: int, stack: Tensor) -> Tensor:
-    return stack[expert, first : first + rows]
+def _rows_of_expert(expert: int, rows: slice, stack: Tensor) -> Tensor:
+    return stack[expert, rows]
 
 
 def _drop_unused(

@@ -73,20 +73,27 @@ def from_hf_config(config_json: Fields) -> ModelConfig:
         **hf_config.read_decoder(config_json, vocab_size=151936, block_size=32768),
         **_read_windows(config_json),
         **hf_rope.read_rope(config_json),
+        **read_experts({"norm_topk_prob": False} | config_json, has_shared=is_qwen2),
         attn_bias=is_qwen2 and config_json.get("qkv_bias", True),
         norm_qk=not is_qwen2,
-        mlp_class_name="LLaMAMoE",
-        n_expert=config_json["num_experts"],
-        n_expert_per_token=config_json["num_experts_per_tok"],
-        moe_intermediate_size=config_json["moe_intermediate_size"],
-        norm_topk_prob=config_json.get("norm_topk_prob", False),
-        shared_expert_intermediate_size=config_json["shared_expert_intermediate_size"] if is_qwen2 else None,
-        moe_indices=read_moe_layers(config_json),
-        router_aux_loss_coef=config_json.get("router_aux_loss_coef", 0.001),
     )
 
 
-def read_moe_layers(config_json: Fields) -> list[int] | None:
+def read_experts(config_json: Fields, *, has_shared: bool) -> Fields:
+    """Return the ModelConfig fields of the experts."""
+    return {
+        "mlp_class_name": "LLaMAMoE",
+        "n_expert": config_json["num_experts"],
+        "n_expert_per_token": config_json["num_experts_per_tok"],
+        "moe_intermediate_size": config_json["moe_intermediate_size"],
+        "norm_topk_prob": config_json["norm_topk_prob"],
+        "shared_expert_intermediate_size": config_json["shared_expert_intermediate_size"] if has_shared else None,
+        "moe_indices": _read_layers(config_json),
+        "router_aux_loss_coef": config_json.get("router_aux_loss_coef", 0.001),
+    }
+
+
+def _read_layers(config_json: Fields) -> list[int] | None:
     """Return ``moe_indices``: every ``decoder_sparse_step``-th layer has experts, except ``mlp_only_layers``."""
     step, dense = config_json.get("decoder_sparse_step", 1), config_json.get("mlp_only_layers") or []
     indices = [int(i not in dense and (i + 1) % step == 0) for i in range(config_json["num_hidden_layers"])]
@@ -105,8 +112,9 @@ def _read_windows(config_json: Fields) -> Fields:
     return hf_config.read_windows(config_json, types, default=4096)
 
 
-def to_hf_config(config: ModelConfig) -> Fields:
-    values = {
+def write_experts(config: ModelConfig) -> Fields:
+    """Invert :func:`read_experts`, except for shared experts."""
+    return {
         "decoder_sparse_step": 1,
         "mlp_only_layers": [i for i in range(config.n_layer) if not config.has_experts(i)],
         "moe_intermediate_size": config.expert_size,
@@ -115,6 +123,12 @@ def to_hf_config(config: ModelConfig) -> Fields:
         "num_experts_per_tok": config.n_expert_per_token,
         "output_router_logits": False,
         "router_aux_loss_coef": config.router_aux_loss_coef,
+    }
+
+
+def to_hf_config(config: ModelConfig) -> Fields:
+    values = {
+        **write_experts(config),
         **qwen2.write_windows(config),
         "max_window_layers": config.n_layer,  # layers below it may have windows
     }

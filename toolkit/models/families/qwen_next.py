@@ -15,7 +15,7 @@ from toolkit.models.families import hf_config, hf_rope, qwen_moe, tables
 from toolkit.models.families.hf_keys import is_integer, require_key
 from toolkit.models.families.named import named_with
 
-_LINEAR = "linear_attention"
+_KINDS = (hf_config.FULL, "linear_attention")  # by the index of a layer
 # config.json's names of the sizes
 _SIZES = dict(zip(LINEAR_ATTENTION, (
     "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
@@ -83,12 +83,16 @@ def from_hf_config(config_json: Fields) -> ModelConfig:
     has_bias = config_json.get("attention_bias", False)
     hf_config.require_silu(config_json, attn_output_gate=(True,), use_sliding_window=(False, None))
     config_json = _DEFAULTS[kind] | config_json
-    indices = _read_layers(config_json)
+    indices, experts = _read_layers(config_json), {}
+    if kind == "qwen3_5_moe_text":  # its class computes no others
+        hf_config.require_hf(config_json, norm_topk_prob=(True,), mlp_only_layers=([], None), decoder_sparse_step=(1,))
+    if kind != "qwen3_5_text":
+        experts = qwen_moe.read_experts({"norm_topk_prob": True} | config_json, has_shared=True)
     return ModelConfig(
         **hf_config.read_decoder(config_json, vocab_size=248320, block_size=32768),
         **hf_rope.read_rope(config_json, partial="partial_rotary_factor", default_partial=0.25),
         **_FIXED,
-        **({} if kind == "qwen3_5_text" else _read_experts(config_json)),
+        **experts,
         attn_bias=has_bias,
         attn_proj_bias=has_bias,
         linear_attention={name: config_json[key] for name, key in _SIZES.items()} if any(indices) else None,
@@ -98,59 +102,25 @@ def from_hf_config(config_json: Fields) -> ModelConfig:
 
 def _read_layers(config_json: Fields) -> list[int]:
     """Return 1 for each layer with linear attention; by default all but every ``full_attention_interval``-th."""
-    types, n, n_layer = (
-        config_json.get(key) for key in ("layer_types", "full_attention_interval", "num_hidden_layers")
-    )
-    n = 4 if n is None else n
+    n, n_layer = config_json.get("full_attention_interval", 4), config_json["num_hidden_layers"]
     require_key(is_integer(n, 1), "full_attention_interval", n, "must be an integer, 1 or greater")
-    if types is None:
-        return [int((i + 1) % n != 0) for i in range(config_json["num_hidden_layers"])]
-    for kind in types:
-        is_known = kind in (_LINEAR, hf_config.FULL)
-        require_key(is_known, "layer_types", kind, f"must be {_LINEAR} or {hf_config.FULL}")
-    require_key(len(types) == n_layer, "layer_types", types, f"must name {n_layer} layers (num_hidden_layers)")
-    return [int(kind == _LINEAR) for kind in types]
-
-
-def _read_experts(config_json: Fields) -> Fields:
-    is_next = config_json["model_type"] == "qwen3_next"
-    if not is_next:  # its class computes no others
-        hf_config.require_hf(config_json, norm_topk_prob=(True,), mlp_only_layers=([], None), decoder_sparse_step=(1,))
-    return {
-        "mlp_class_name": "LLaMAMoE",
-        "n_expert": config_json["num_experts"],
-        "n_expert_per_token": config_json["num_experts_per_tok"],
-        "moe_intermediate_size": config_json["moe_intermediate_size"],
-        "norm_topk_prob": config_json.get("norm_topk_prob", True),
-        "shared_expert_intermediate_size": config_json["shared_expert_intermediate_size"],
-        "moe_indices": qwen_moe.read_moe_layers(config_json),
-        "router_aux_loss_coef": config_json.get("router_aux_loss_coef", 0.001),
-    }
+    types = config_json.get("layer_types") or [_KINDS[(i + 1) % n != 0] for i in range(n_layer)]
+    is_valid = len(types) == n_layer and set(types) <= set(_KINDS)
+    require_key(is_valid, "layer_types", types, f"must be {' or '.join(_KINDS)} for each of {n_layer} layers")
+    return [_KINDS.index(kind) for kind in types]
 
 
 def to_hf_config(config: ModelConfig) -> Fields:
-    kind, layers = config.family, range(config.n_layer)
+    kind = config.family
     sizes = config.linear_attention or {name: _COMMON[key] for name, key in _SIZES.items()}
     values: Fields = {
         **{key: sizes[name] for name, key in _SIZES.items()},
-        "layer_types": [_LINEAR if config.has_linear_attention(i) else hf_config.FULL for i in layers],
+        "layer_types": [_KINDS[config.has_linear_attention(i)] for i in range(config.n_layer)],
         "partial_rotary_factor": config.rotary_percentage,
     }
     if kind != "qwen3_5_text":
-        values |= {
-            "moe_intermediate_size": config.expert_size,
-            "num_experts": config.n_expert,
-            "num_experts_per_tok": config.n_expert_per_token,
-            "output_router_logits": False,
-            "router_aux_loss_coef": config.router_aux_loss_coef,
-            "shared_expert_intermediate_size": config.shared_expert_intermediate_size,
-        }
-    if kind == "qwen3_next":
-        values |= {
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [i for i in layers if not config.has_experts(i)],
-            "norm_topk_prob": config.norm_topk_prob,
-        }
+        values |= qwen_moe.write_experts(config)
+        values["shared_expert_intermediate_size"] = config.shared_expert_intermediate_size
     names = {"qwen3_next": "Qwen3Next", "qwen3_5_text": "Qwen3_5", "qwen3_5_moe_text": "Qwen3_5Moe"}
     return hf_config.write_decoder(config, f"{names[kind]}ForCausalLM", **values)
 
@@ -164,26 +134,22 @@ def _linear_attention(config: ModelConfig, native: str, hf: str) -> tables.Weigh
     native, hf, sizes = f"{native}.attn", f"{hf}.linear_attn", config.linear_attention
     assert sizes is not None
     heads, repeats = sizes["n_key_heads"], sizes["n_value_heads"] // sizes["n_key_heads"]
-    keys, values = heads * sizes["key_size"], sizes["n_value_heads"] * sizes["value_size"]
+    key, value = sizes["key_size"], repeats * sizes["value_size"]
+    maps: tables.WeightMap = []
     if config.family == "qwen3_next":
-        fused = {
-            ("in_qkv", "in_gate", "in_proj_qkvz"): (2 * keys + values, values),
-            ("in_beta", "in_decay", "in_proj_ba"): (sizes["n_value_heads"],) * 2,
-        }
-        per_head = (sizes["key_size"],) * 2 + (repeats * sizes["value_size"],) * 2, (repeats,) * 2
-        maps = [
-            tables.WeightMapping(
-                (f"{native}.{first}.weight", f"{native}.{second}.weight"),
-                (f"{hf}.{name}.weight",),
-                (tables.join_rows(*rows), tables.interleave_heads(heads, *widths)),
-            )
-            for ((first, second, name), rows), widths in zip(fused.items(), per_head, strict=True)
-        ]
+        for first, second, name, *widths in (
+            ("in_qkv", "in_gate", "in_proj_qkvz", key, key, value, value),
+            ("in_beta", "in_decay", "in_proj_ba", repeats, repeats),
+        ):
+            join = tables.join_rows(heads * sum(widths[:-1]), heads * widths[-1])
+            parts = (f"{native}.{first}.weight", f"{native}.{second}.weight")
+            transforms = (join, tables.interleave_heads(heads, *widths))
+            maps.append(tables.WeightMapping(parts, (f"{hf}.{name}.weight",), transforms))
     else:
         names = {"in_qkv": "in_proj_qkv", "in_gate": "in_proj_z", "in_beta": "in_proj_b", "in_decay": "in_proj_a"}
-        maps = tables.layers(config, native, hf, names)
-    names = {"conv": "conv1d.weight", "A_log": "A_log", "dt_bias": "dt_bias", "out_norm.weight": "norm.weight"}
-    names |= {"proj.weight": "out_proj.weight"}
+        maps += tables.layers(config, native, hf, names)
+    names = {"conv": "conv1d.weight", "A_log": "A_log", "dt_bias": "dt_bias"}
+    names |= {"out_norm.weight": "norm.weight", "proj.weight": "out_proj.weight"}
     return maps + [tables.one_to_one(f"{native}.{name}", f"{hf}.{hf_name}") for name, hf_name in names.items()]
 
 
