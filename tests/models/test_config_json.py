@@ -247,8 +247,7 @@ def test_any_rope_value_is_accepted_or_a_user_error(kind):
 
 # Keys whose absence toolkit rejects, where transformers would read another model than was written.
 EXPECTED_REJECTIONS = {("gpt_oss", "rope_theta"), ("deepseek_v3", "rope_theta"), ("olmo3", "rope_parameters"),
-        ("deepseek_v2", "qk_rope_head_dim"), ("glm4_moe_lite", "qk_rope_head_dim"),
-        ("apertus", "rope_theta")}  # fmt: skip
+        ("deepseek_v2", "qk_rope_head_dim"), ("apertus", "rope_theta")}  # fmt: skip
 
 
 @pytest.mark.slow
@@ -345,6 +344,8 @@ def test_layers_without_experts_of_glm_4_7_flash_are_listed():
         config_from_hf(GLM_4_7_FLASH | {"first_k_dense_replace": 2})
     with pytest.raises(UserError, match="mlp_layer_types .*must be dense or sparse for each of the 47 layers"):
         config_from_hf(GLM_4_7_FLASH | {"mlp_layer_types": ["dense"]})
+    dense_last = config_from_hf(GLM_4_7_FLASH | {"mlp_layer_types": ["sparse"] * 46 + ["dense"]})
+    assert "first_k_dense_replace" not in family_of(dense_last).to_hf_config(dense_last)
 
 
 def test_text_model_of_multimodal_config_is_read():

@@ -44,27 +44,16 @@ CONFIGS = [
 ]  # fmt: skip
 ALIASES = {"GLM-4.5-Base": "GLM-4.5", "GLM-4.5-Air-Base": "GLM-4.5-Air", "GLM-4.7": "GLM-4.6"}
 
-# Defaults of transformers' classes.
-_DEFAULTS: Fields = {
-    "glm4_moe": {
-        "intermediate_size": 10944, "num_key_value_heads": 8, "n_routed_experts": 128, "num_experts_per_tok": 8,
-        "moe_intermediate_size": 1408, "routed_scaling_factor": 1.0, "first_k_dense_replace": 1,
-    },
-    "glm4_moe_lite": {
-        "intermediate_size": 10240, "n_routed_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 1536,
-        "routed_scaling_factor": 1.8, "q_lora_rank": 768, "kv_lora_rank": 512, "qk_nope_head_dim": 192,
-        "qk_rope_head_dim": 64, "v_head_dim": 256,
-    },
-}  # fmt: skip
-_COMMON: Fields = {"rms_norm_eps": 1e-5, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True}
+# Defaults of transformers' classes. Sizes must be given.
+_DEFAULTS: Fields = {"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True}
 
 
 def from_hf_config(config_json: Fields) -> ModelConfig:
     is_lite = config_json["model_type"] == "glm4_moe_lite"
-    config_json = _COMMON | _DEFAULTS[config_json["model_type"]] | config_json
+    config_json = _DEFAULTS | ({} if is_lite else {"num_key_value_heads": 8}) | config_json
     hf_config.require_silu(config_json, scoring_func=("sigmoid",), topk_method=("noaux_tc",))
     vocab_size, block_size = (154880, 202752) if is_lite else (151552, 131072)
-    fields = hf_config.read_decoder(config_json, vocab_size=vocab_size, block_size=block_size)
+    fields = hf_config.read_decoder(config_json, vocab_size=vocab_size, block_size=block_size, default_eps=1e-5)
     if is_lite:
         fields |= _read_lite(config_json)
         config_json = config_json | {"first_k_dense_replace": fields["moe_indices"].count(0)}
@@ -94,6 +83,8 @@ def to_hf_config(config: ModelConfig) -> Fields:
         values |= {"partial_rotary_factor": config.rotary_percentage, "use_qk_norm": config.norm_qk}
         return hf_config.write_decoder(config, "Glm4MoeForCausalLM", **values)
     types = ["sparse" if config.has_experts(i) else "dense" for i in range(config.n_layer)]
+    if types != sorted(types):  # other code reads only the number of dense layers, which come first
+        del values["first_k_dense_replace"]
     values |= {**(config.latent_attention or {}), "mlp_layer_types": types, "head_dim": config.rope_n_elem}
     return hf_config.write_decoder(config, "Glm4MoeLiteForCausalLM", **values, rope_interleave=True)
 
