@@ -2,8 +2,10 @@
 
 import importlib.machinery
 import sys
+import time
 import types
 import warnings
+from statistics import median
 
 import pytest
 import torch
@@ -268,3 +270,21 @@ def test_flash_linear_attention_matches_torch_on_cuda(dtype: torch.dtype) -> Non
     pytest.importorskip("fla", reason="needs flash-linear-attention")
     forms, device = (gated_delta._outputs, gated_delta._gradients), torch.device("cuda", torch.cuda.current_device())
     assert gated_delta_fla._largest_error(device, dtype, 128, 128, *forms) < 0.01
+
+
+@pytest.mark.slow
+def test_a_packed_row_costs_at_most_a_third_more_than_one_document() -> None:
+    """CPU time of convolution and rule, forward and backward, measured in turns."""
+    T, seconds = 2048, {False: [], True: []}
+    *inputs, _ = make_inputs(T, torch.float32, B=1)
+    x, weight, _ = conv_inputs(T, torch.float32)
+    x, weight = x.repeat(1, 1, 20).requires_grad_(), weight.repeat(20, 1).requires_grad_()
+    leaves = [*(each.requires_grad_() for each in inputs), x, weight]
+    for _ in range(7):
+        for is_packed, found in seconds.items():
+            starts = starts_at(range(0, T, T // 8), T, B=1) if is_packed else None
+            begin = time.process_time()
+            y = gated_delta_rule(*inputs, starts=starts)[0].sum() + causal_conv(x, weight, None, starts)[0].sum()
+            torch.autograd.grad(y, leaves)
+            found.append(time.process_time() - begin)
+    assert median(seconds[True]) <= 1.3 * median(seconds[False])
