@@ -185,7 +185,7 @@ def logits_of_transformers(values: dict[str, Any], weights: dict[str, torch.Tens
         None, config=config, state_dict=weights, output_loading_info=True
     )
     assert not any(info[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
-    return model.eval()(IDS).logits
+    return model.eval()(IDS, use_cache=False).logits  # its cache needs a layer with attention
 
 
 @torch.no_grad()
