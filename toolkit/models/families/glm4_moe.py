@@ -25,6 +25,10 @@ _355B, _355B_SIZES = {
     "routed_scaling_factor": 2.5, "moe_indices": [0] * 3 + [1] * 89,
 }, (92, 5120, 96, 8, 12288)  # fmt: skip
 
+_LATENT: Fields = {
+    "q_lora_rank": 768, "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256,
+}  # fmt: skip
+
 CONFIGS = [
     _glm("GLM-4.5", *_355B_SIZES, **_355B, block_size=131072),
     _glm("GLM-4.6", *_355B_SIZES, **_355B, block_size=202752),
@@ -37,20 +41,18 @@ CONFIGS = [
         n_head=20, n_embd=2048, intermediate_size=10240, n_expert=64, n_expert_per_token=4, moe_intermediate_size=1536,
         shared_expert_intermediate_size=1536, routed_scaling_factor=1.8, moe_indices=[0] + [1] * 46,
         router_aux_loss_coef=0.0001 / 4,
-        latent_attention={
-            "q_lora_rank": 768, "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256,
-        },
+        latent_attention=_LATENT,
     ),
 ]  # fmt: skip
 ALIASES = {"GLM-4.5-Base": "GLM-4.5", "GLM-4.5-Air-Base": "GLM-4.5-Air", "GLM-4.7": "GLM-4.6"}
 
-# Defaults of transformers' classes. Sizes must be given.
+# Defaults of transformers' classes. Most sizes must be given.
 _DEFAULTS: Fields = {"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True}
 
 
 def from_hf_config(config_json: Fields) -> ModelConfig:
     is_lite = config_json["model_type"] == "glm4_moe_lite"
-    config_json = _DEFAULTS | ({} if is_lite else {"num_key_value_heads": 8}) | config_json
+    config_json = _DEFAULTS | (_LATENT if is_lite else {"num_key_value_heads": 8}) | config_json
     hf_config.require_silu(config_json, scoring_func=("sigmoid",), topk_method=("noaux_tc",))
     vocab_size, block_size = (154880, 202752) if is_lite else (151552, 131072)
     fields = hf_config.read_decoder(config_json, vocab_size=vocab_size, block_size=block_size, default_eps=1e-5)
