@@ -28,7 +28,7 @@ use_dora peft_use_dora = lora_dora true
 lora_plus loraplus use_loraplus = loraplus_lr_ratio
 outtype quantize = -out_path; the types are --dtype F32, F16, BF16 and Q8_0; llama-quantize makes smaller files of it
 lora_r lora_alpha lora_dropout lora_query lora_key lora_value lora_projection lora_mlp lora_head \
-lora_experts lora_router lora_rslora lora_dora \
+lora_experts lora_router lora_linear_attention lora_rslora lora_dora \
 loraplus_lr_ratio from_peft quantize = -; use `toolkit finetune_lora`, or lora=True in Python
 load_in_4bit quantization_bit qlora = quantize bnb.nf4
 load_in_4bit quantization_bit qlora load_in_8bit = -; 4-bit weights require adapters: toolkit finetune_lora \
