@@ -5,8 +5,9 @@ from typing import Any, Literal
 
 from toolkit.errors import GuardError, notice
 
-# Wrong weights exceed it by orders of magnitude; correct ones stay far below.
-MAX_DIFFERENCE = 1e-4
+# Wrong weights exceed it by orders of magnitude; correct ones stay far below. Both round the delta rule of linear
+# attention in fp32, chunk by chunk, which some weights amplify.
+MAX_DIFFERENCE, MAX_LINEAR_DIFFERENCE = 1e-4, 1e-3
 
 
 def setup(
@@ -54,10 +55,12 @@ def setup(
 
     def compare(exported_dir: Path) -> None:
         difference = verify_hf(folder, exported_dir, base_checkpoint_dir)
-        if not difference <= MAX_DIFFERENCE:  # nan included
+        is_linear = '"linear_attention"' in (exported_dir / "config.json").read_text(encoding="utf-8")
+        limit = MAX_LINEAR_DIFFERENCE if is_linear else MAX_DIFFERENCE
+        if not difference <= limit:  # nan included
             raise GuardError(
                 f"transformers computes different logits: relative difference {difference:.1e} exceeds "
-                f"{MAX_DIFFERENCE}; {out_dir} was not written (run without --verify to write it for debugging)"
+                f"{limit}; {out_dir} was not written (run without --verify to write it for debugging)"
             )
         print(f"largest difference of the logits, relative to the largest logit: {difference:.1e}")
 

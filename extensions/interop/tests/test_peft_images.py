@@ -1,7 +1,8 @@
-"""Adapters of the text model of a Gemma 3 or Ministral 3 that sees images, to peft and back."""
+"""Adapters of the text model of a model that sees images, to peft and back."""
 
 import pytest
 import torch
+from helpers.cases import slow_except
 from helpers.initialize import add_lora
 from helpers.optional import importorskip_later
 from helpers.tiny_models import relative_error, token_ids
@@ -19,7 +20,7 @@ transformers, peft = pytest.importorskip("transformers"), importorskip_later("pe
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", ["gemma3", "mistral3"])
+@pytest.mark.parametrize("kind", slow_except(["gemma3", "mistral3"], ["gemma3", "mistral3", "gemma4", "qwen3_5"]))
 @pytest.mark.parametrize(
     "parts",
     [{}, pytest.param({"key": True, "projection": True, "mlp": True, "head": True}, marks=pytest.mark.slow)],

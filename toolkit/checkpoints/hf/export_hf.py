@@ -99,6 +99,7 @@ def verify_hf(checkpoint_dir: str | Path, out_dir: str | Path, base_checkpoint_d
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()  # it lists each weight of multi-token prediction as unexpected
     exported = getattr(torch, json.loads((Path(out_dir) / CONFIG).read_text())["torch_dtype"])
     folder = Path(checkpoint_dir)
     config, weights = read_model(folder, has_adapters_only(folder), base_checkpoint_dir, exported)
@@ -108,9 +109,9 @@ def verify_hf(checkpoint_dir: str | Path, out_dir: str | Path, base_checkpoint_d
     native, hf = native.eval(), _load_with_transformers(Path(out_dir), config).eval()
     tokens = random_tokens(config)
     if config.head in (None, "token_reward"):
-        return relative_difference(native(tokens), hf(input_ids=tokens).logits)
+        return relative_difference(native(tokens), hf(input_ids=tokens, use_cache=False).logits)
     tokens[:, -1] = 0 if hf.config.get_text_config().pad_token_id else 1  # it scores the last token that is no padding
-    scores = torch.cat([hf(input_ids=row[None]).logits for row in tokens])
+    scores = torch.cat([hf(input_ids=row[None], use_cache=False).logits for row in tokens])
     return relative_difference(native(tokens)[:, -1], scores)
 
 

@@ -73,9 +73,9 @@ _OTHER_MODALITIES = (
 _NOT_COMPUTED = {
     "an encoder": "is_encoder_decoder",
     "state space layers": "mamba|ssm_|time_step|state_size",
-    "linear attention": "linear_attention|linear_attn|lightning",
+    "linear attention of another kind": "linear_attention|linear_attn|lightning",
     "sparse attention": "indexed_attention|index_topk|sparse_attention|compress_ratio|lsh_attn",
-    "convolutions": "conv",
+    "convolutions": "(?<!linear_)conv",
     "recurrent layers": "lru_width|rwkv|xlstm",
     "chunked attention": "chunked_attention",
 }

@@ -19,6 +19,7 @@ Sources of the named configurations: ``src/maxtext/configs/models/gemma4-*.yml``
 from functools import partial
 from typing import Any
 
+from toolkit.errors import UserError
 from toolkit.models.config import Fields, ModelConfig
 from toolkit.models.config_checks import MAX_SIZE
 from toolkit.models.families import hf_config, hf_rope, tables
@@ -96,7 +97,8 @@ def _check_options(config: ModelConfig) -> None:
     options = config.family_options or {}
 
     def require(ok: bool, hint: str) -> None:
-        config.require(ok, "family_options", hint)
+        if not ok:
+            raise UserError(f"--model_config.family_options: {hint}")
 
     names = {"full_attention", *_OPTIONS}
     require(options.keys() == names, f"a Gemma 4 model must have {', '.join(sorted(names))}, and no others")
@@ -114,8 +116,14 @@ def _check_options(config: ModelConfig) -> None:
     config.require(config.rope_kind != "longrope", "rope_adjustments", hint)
     n_shared, rows = options["n_shared_kv_layers"], options["per_layer_vocab_size"]
     windows = [config.window(layer) for layer in range(config.n_layer)]
+    hint = "the last layer must have full attention; change n_layer, or sliding_window_indices"
+    config.require(windows[-1] is None, "n_layer", hint)
     has_sources = n_shared < config.n_layer and set(windows[: config.n_layer - n_shared]) == set(windows)
-    require(has_sources, "before the n_shared_kv_layers (num_kv_shared_layers) must be a layer of each kind")
+    hint = f"must have a layer of each kind before the last {n_shared}, family_options.n_shared_kv_layers"
+    config.require(has_sources, "n_layer", f"{hint} (num_kv_shared_layers)")
+    has_same = options["keys_are_values"] or sizes["n_query_groups"] == config.n_query_groups
+    hint = f"must be {sizes['n_query_groups']}, as in family_options.full_attention, unless keys_are_values"
+    config.require(has_same, "n_query_groups", hint)
     is_covered = not options["per_layer_size"] or rows >= (config.vocab_size or 0)
     hint = "per_layer_vocab_size (vocab_size_per_layer_input) must not be less than"
     require(is_covered, f"{hint} vocab_size {config.vocab_size}")

@@ -230,5 +230,5 @@ def _shortest_targets(ranks: dict[str, int], modules: list[str], min_depth: int 
 def _text_model_pattern(targets: list[str]) -> str:
     """Return a regular expression for peft that matches layers of the text model only."""
     inner = "|".join(re.escape(target) for target in targets if target != _HEAD)
-    patterns = [rf".*\.{re.escape(TEXT_MODEL)}.*\.({inner})"] if inner else []
+    patterns = [rf".*\.{re.escape(TEXT_MODEL)}(.*\.)?({inner})"] if inner else []
     return "|".join(patterns + [_HEAD] * (_HEAD in targets))
