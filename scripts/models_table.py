@@ -48,12 +48,13 @@ CPU.
 
 ## Names
 
-For training from scratch (`toolkit pretrain NAME`) and planning (`toolkit plan pretrain NAME`). {n_aliases} further names, such
-as `Llama-3.1-8B-Instruct`, stand for the same architectures.
+For training from scratch (`toolkit pretrain NAME`) and planning (`toolkit plan pretrain NAME`). {n_aliases} further
+names, such as `Llama-3.1-8B-Instruct`, stand for the same architectures.
 
 Gemma 4 has further sizes in `family_options`. Give those that change, such as `--model_config.n_layer 10
 --model_config.family_options '{{"n_shared_kv_layers": 3, "per_layer_size": 32}}'`: also `full_attention` (head_size and
-n_query_groups), `keys_are_values`, `double_wide_mlp` and `per_layer_vocab_size`. The last layer must have full attention.
+n_query_groups), `keys_are_values`, `double_wide_mlp` and `per_layer_vocab_size`. The last layer must have full
+attention.
 
 """
 

@@ -306,7 +306,7 @@ def test_a_deleted_file_of_the_base_is_a_warning(corpus, tmp_path, capsys):
 
     options = {"model_name": None, "initial_checkpoint_dir": str(base), "train": {"max_steps": 1}}
     run_training(arguments(corpus, tmp_path / "run", **options), [Delete()])
-    assert f"warning: {base / MTP} was deleted; the checkpoint is saved without it" in capsys.readouterr().out
+    assert f"warning: {base / MTP} was deleted; copy it back to keep it in checkpoints" in capsys.readouterr().out
     assert main(["verify", str(tmp_path / "run")]) == 0 and not (tmp_path / "run" / "final" / MTP).exists()
 
 

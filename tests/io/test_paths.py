@@ -22,7 +22,8 @@ from toolkit.io.paths import is_path_option
 
 NO_PATHS = {
     "base_model", "best_by", "callbacks", "checkpoint_dirs", "claim", "class_weights", "columns", "command", "compiler",
-    "family", "family_options", "gpu", "group", "host", "image", "label_column", "latent_attention", "logger_name",
+    "family", "family_options", "gpu", "group", "host", "image", "label_column", "latent_attention", "linear_attention",
+    "logger_name",
     "metric", "model_name", "name", "options", "part", "project", "prompt", "prompt_style", "push_to_hub", "repo_id",
     "revision", "rope_adjustments", "run", "run_dirs", "secrets", "shell", "sources", "split", "split_names",
     "strategy", "subset", "system", "tasks", "text_column", "text_pair_column", "time", "val_split", "wrap_classes",

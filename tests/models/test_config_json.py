@@ -367,8 +367,9 @@ def test_text_model_of_multimodal_config_is_read():
 
 REASONS = {
     "mamba2": "state space layers; only", "bart": "an encoder; ", "deepseek_v32": "sparse attention; .*: 'deepseek_v3'",
-    "olmo_hybrid": "linear attention of another kind; the closest that is: 'olmo'", "lfm2": "convolutions; ", "glm4v_moe": ".*'glm4'",
-    "qwen4_exp": "multimodal, and its text model's model_type 'qwen4_exp_text' .*linear attention of another kind; .*'qwen3'",
+    "olmo_hybrid": "linear attention of another kind; the closest that is: 'olmo'", "lfm2": "convolutions; ",
+    "glm4v_moe": ".*'glm4'",
+    "qwen4_exp": "multimodal, and its text model's model_type 'qwen4_exp_text' .*attention of another kind; .*'qwen3'",
     "gemma3n": "multimodal, .*'gemma3n_text' is not supported; .*: 'gemma3_text'", "rwkv": "recurrent layers; ",
 }  # fmt: skip
 

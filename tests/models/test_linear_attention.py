@@ -3,8 +3,10 @@
 import torch
 from helpers.tiny_configs import GATED_DELTA_NET
 from helpers.tiny_models import to_folder
+from safetensors.torch import load_file
 
 from toolkit.checkpoints.folder import load_model
+from toolkit.checkpoints.hf.export_hf import export_hf
 from toolkit.checkpoints.hf.import_hf import import_hf
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
@@ -42,11 +44,22 @@ def test_n5_decay_is_spared_and_muon_gets_matrices_only():
     }  # fmt: skip
 
 
-def test_decay_and_norm_stay_in_fp32_in_a_bf16_model(tmp_path):
-    """As in the files of Qwen3.5, which would otherwise be imported in fp32."""
-    to_folder(make().bfloat16(), tmp_path / "hf")
-    notes = import_hf(tmp_path / "hf", tmp_path / "native")
-    assert not [note for note in notes if "dtypes" in note]
-    native = load_model(tmp_path / "native")
-    wide = {name for name, weight in native.state_dict().items() if weight.dtype == torch.float32}
-    assert wide == {f"{ATTN}A_log", f"{ATTN}out_norm.weight"}
+def test_decay_and_norm_keep_their_dtype(tmp_path):
+    """The files of Qwen3.5 have them in fp32, which must not widen the others."""
+    names = {f"{ATTN}A_log", f"{ATTN}out_norm.weight"}
+    for wide in (names, set()):
+        hf, folder, back = (tmp_path / str(len(wide)) / name for name in ("hf", "native", "back"))
+        model = make().bfloat16()
+        for name in wide:
+            weight = model.get_parameter(name)
+            weight.data = weight.data.float()
+        to_folder(model, hf)
+        assert not [note for note in import_hf(hf, folder) if "dtypes" in note]
+        native = load_model(folder)
+        assert {name for name, weight in native.state_dict().items() if weight.dtype == torch.float32} == wide
+        export_hf(folder, back)
+        before, after = (load_file(path / "model.safetensors") for path in (hf, back))
+        assert {k: v.dtype for k, v in before.items()} == {k: v.dtype for k, v in after.items()}
+        export_hf(folder, tmp_path / str(len(wide)) / "fp32", torch.float32)
+        wider = load_file(tmp_path / str(len(wide)) / "fp32" / "model.safetensors")
+        assert {v.dtype for v in wider.values()} == {torch.float32}

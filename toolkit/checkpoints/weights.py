@@ -112,7 +112,9 @@ def _detach(weights: Tensors) -> Tensors:
 def resolve_weight_dtype(name: str, dtype: torch.dtype | None) -> torch.dtype | None:
     """Return the dtype of weight ``name`` in a model of ``dtype``; None keeps the current dtype.
 
-    A router's correction bias is always fp32: 16 bits cannot resolve the differences between its scores. So are the
-    decay and the norm of linear attention, as in the published Qwen3.5.
+    A router's correction bias is always fp32: 16 bits cannot resolve the differences between its scores. Decay and norm
+    of linear attention are not converted to 16 bits, because the published Qwen3.5 has them in fp32.
     """
-    return torch.float32 if name.endswith((".mlp.correction", ".attn.A_log", ".attn.out_norm.weight")) else dtype
+    if name.endswith((".attn.A_log", ".attn.out_norm.weight")):
+        return None if dtype in (torch.bfloat16, torch.float16) else dtype
+    return torch.float32 if name.endswith(".mlp.correction") else dtype

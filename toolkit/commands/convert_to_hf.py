@@ -46,6 +46,7 @@ def setup(
     from toolkit.checkpoints.folder import find_model, read_model_config
     from toolkit.checkpoints.hf.export_hf import export_hf, require_transformers, verify_hf
     from toolkit.checkpoints.hf.push import push_folder, require_target
+    from toolkit.io.safe_parse import read_json_object
 
     require_target(push_to_hub, private)
     folder = find_model(checkpoint_dir, base_checkpoint_dir, verify_checkpoint)
@@ -55,8 +56,8 @@ def setup(
 
     def compare(exported_dir: Path) -> None:
         difference = verify_hf(folder, exported_dir, base_checkpoint_dir)
-        is_linear = '"linear_attention"' in (exported_dir / "config.json").read_text(encoding="utf-8")
-        limit = MAX_LINEAR_DIFFERENCE if is_linear else MAX_DIFFERENCE
+        layers = read_json_object(exported_dir / "config.json").get("layer_types") or ()
+        limit = MAX_LINEAR_DIFFERENCE if "linear_attention" in layers else MAX_DIFFERENCE
         if not difference <= limit:  # nan included
             raise GuardError(
                 f"transformers computes different logits: relative difference {difference:.1e} exceeds "

@@ -326,8 +326,8 @@ class ModelConfig:
         """Return 3 for queries, keys and values; 2 if the keys are the values; 1 if the layer shares another's."""
         if layer >= self.n_cached_layer:
             return 1
-        is_one = (self.family_options or {}).get("keys_are_values") and self.window(layer) is None
-        return 2 if is_one else 3
+        are_keys = (self.family_options or {}).get("keys_are_values") and self.window(layer) is None
+        return 2 if are_keys else 3
 
     def has_linear_attention(self, layer: int) -> bool:
         """Whether this layer has linear attention in place of attention."""

@@ -65,9 +65,9 @@ def _largest_error(
     exact, starts = [x.float() for x in inputs], torch.zeros(2, 200, dtype=torch.bool, device=device)
     starts[0, 60:62] = starts[0, 130] = True
     errors = []
-    for before, at in ((None, starts), (state, None)):
-        expected = *forward(*exact, before, at), *backward(grad.float(), state, *exact, before, at)
-        actual = *run(*inputs, before, at), *gradients(grad, state, *inputs, before, at)
+    for rest in ((None, starts), (state, None)):
+        expected = *forward(*exact, *rest), *backward(grad.float(), state, *exact, *rest)
+        actual = *run(*inputs, *rest), *gradients(grad, state, *inputs, *rest)
         errors += [float((a.float() - b).norm() / b.norm()) for a, b in zip(actual, expected, strict=False)]
     return max(errors, key=lambda error: math.inf if math.isnan(error) else error)
 

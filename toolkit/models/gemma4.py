@@ -1,4 +1,4 @@
-"""Gemma 4, text only (Gemma Team 2026): a GPT whose layers differ in size, share keys and values, and have own inputs.
+"""Gemma 4, text only (Gemma Team 2026). Its layers differ in size, share keys and values, and take per-layer inputs.
 
 The sizes are in ``ModelConfig.family_options``, see :mod:`toolkit.models.families.gemma4`.
 
@@ -126,7 +126,7 @@ class Gemma4MoE(LLaMAMoE):
 
 
 class Gemma4Block(Block):
-    """A block with post-norms. Its keys and values may be another's, and it may have an input of its own."""
+    """A block with post-norms. It may reuse another layer's keys and values, and may take a per-layer input."""
 
     layer_scalar: Tensor
 

@@ -398,7 +398,7 @@ class GPT(nn.Module, metaclass=InitializedModel):
 
 
 def build_model(config: ModelConfig) -> GPT:
-    """Build a model of the family's class: GPT, or a subclass from an extension."""
+    """Build a model of the family's class: GPT, or a subclass of GPT (Gemma 4, an extension's)."""
     model_class = family_of(config).model_class()
     hint = f"the family {config.family!r} has no options; remove it"
     require_option(model_class or not config.family_options, "model_config.family_options", config.family_options, hint)

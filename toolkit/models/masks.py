@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from toolkit.errors import UserError
 from toolkit.models.attention_kernels import DocumentBounds, FlashMask, FlexMask, make_flash_mask, make_flex_mask
 from toolkit.models.context_parallel import ContextGroup
 
@@ -89,7 +88,7 @@ class MaskBuilder(ABC):
     def _build(self, window: int | None) -> AttentionMask: ...
 
     def _find_starts(self) -> Tensor | None:
-        raise UserError("--context_parallel_size: linear attention needs complete rows; use 1")
+        raise AssertionError("linear attention needs complete rows: refused with context parallelism")
 
 
 class AttentionMaskBuilder(MaskBuilder):

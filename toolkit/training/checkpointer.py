@@ -23,7 +23,6 @@ from torch.profiler import record_function
 from toolkit.checkpoints.adapters import write_adapter_files
 from toolkit.checkpoints.finite import nonfinite_state
 from toolkit.checkpoints.folder import write_model_files
-from toolkit.checkpoints.merge import copy_files
 from toolkit.checkpoints.run.host_copy import HostCopies
 from toolkit.checkpoints.run.optimizer_state import load_optimizer
 from toolkit.checkpoints.run.state_dicts import adapter_state, full_state, full_weights, sharded_state
@@ -33,6 +32,8 @@ from toolkit.data.base import State, data_modules
 from toolkit.distributed import ranks
 from toolkit.distributed.names import canonical_name
 from toolkit.errors import UserError
+from toolkit.io.atomic import link_or_copy
+from toolkit.io.paths import require_inside
 from toolkit.io.threads import run_in_thread
 from toolkit.models.lora_config import is_adapter
 from toolkit.optim.evaluation_weights import EvaluationWeights
@@ -219,9 +220,10 @@ class Checkpointer:
         """Link the base model's MTP weights from the newest checkpoint, which is on the same disk, or from the base."""
         sources = [*newest_first(self.launch.out_dir), *self._mtp_sources] if self._mtp_sources else []
         if (source := next((one for one in sources if (one / MTP).is_file()), None)) is not None:
-            copy_files(source, folder, (MTP,))
+            require_inside(source / MTP, source)
+            link_or_copy(source / MTP, folder / MTP)
         elif sources:
-            self._display.message(f"warning: {sources[-1] / MTP} was deleted; the checkpoint is saved without it")
+            self._display.message(f"warning: {sources[-1] / MTP} was deleted; copy it back to keep it in checkpoints")
 
     def _write_model(self, folder: Path, weights: Tensors | None) -> None:
         """Write complete weights or adapters, if given, and the files of the model."""

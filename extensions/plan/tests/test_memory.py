@@ -16,6 +16,7 @@ from toolkit_plan.measure import trace
 from toolkit_plan.measure.inputs import MemoryInputs
 from toolkit_plan.measure.memory import Memory, plan_memory
 from toolkit_plan.measure.optimizer import state_bytes
+from toolkit_plan.measure.sample import one_layer_of_each_kind
 from toolkit_plan.measure.trace import StepMemory, step_memory
 
 from toolkit.checkpoints.run.host_copy import HostCopies
@@ -33,7 +34,7 @@ from toolkit.models.context_parallel import ContextGroup
 from toolkit.models.families import get_config
 from toolkit.models.flops import count_parameters
 from toolkit.models.fp8 import convert_to_fp8
-from toolkit.models.gpt import GPT
+from toolkit.models.gpt import GPT, model_on_meta
 from toolkit.models.head import Head
 from toolkit.models.lora import adapted_on_meta, is_adapter
 from toolkit.models.lora_config import LoRAConfig
@@ -742,3 +743,13 @@ def test_two_ranks_match_the_plan(tmp_path, accumulation, accumulate):
             assert rank["moments"] == pytest.approx(memory.optimizer, rel=0.01)
             name = "gradients" if accumulation == 1 else "waiting"
             assert rank[name] == pytest.approx(memory.gradients, rel=0.01)
+
+
+def test_layers_of_each_kind_have_the_parameters_of_the_model():
+    """Qwen3.5 has attention in every fourth layer."""
+    config = get_config("Qwen3.5-0.8B")
+    sample, counts = one_layer_of_each_kind(config)
+    sizes = [sum(p.numel() for p in block.parameters()) for block in model_on_meta(sample).blocks]
+    assert len(counts) == 4 and sum(counts) == config.n_layer
+    total = sum(p.numel() for block in model_on_meta(config).blocks for p in block.parameters())
+    assert sum(n * size for n, size in zip(counts, sizes, strict=True)) == total

@@ -326,7 +326,8 @@ def resolve_dtype(
     By default, it is the stored dtype, promoted if there are several.
     """
     entries = family_of(config).weight_map(config)
-    fixed = {name for entry in entries if resolve_weight_dtype(entry.native[0], None) is not None for name in entry.hf}
+    half = torch.float16
+    fixed = {name for entry in entries if resolve_weight_dtype(entry.native[0], half) is not half for name in entry.hf}
     types = {stored.dtype for name, stored in hf_weights.items() if name not in fixed}
     if dtype is not None:
         return dtype, []
@@ -347,7 +348,7 @@ def _convert(
     for entry in family_of(config).weight_map(config):
         originals = [hf_weights[name].read() for name in entry.hf]
         for name, tensor in zip(entry.native, entry.from_hf(originals), strict=True):
-            target_dtype = resolve_weight_dtype(name, dtype) or dtype
+            target_dtype = resolve_weight_dtype(name, dtype) or tensor.dtype
             if tensor.dtype != target_dtype or all(tensor is not original for original in originals):
                 tensor = mmap_copy(tensor, out_dir, target_dtype)
             yield name, tensor

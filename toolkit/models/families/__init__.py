@@ -8,10 +8,10 @@ A family is a module with ``CONFIGS``, ``ALIASES``, ``from_hf_config(config_json
 A config can be exported if ``from_hf_config`` reads the same model from ``to_hf_config``'s values: what the family's
 Hugging Face class does not support, ``from_hf_config`` must not read.
 
-Extensions can add families (:mod:`toolkit.extension`), which may also define ``MODEL``, the import path of a GPT
-subclass, ``validate(config)``, which raises UserError for invalid ``ModelConfig.family_options``, and
-``check(config)``, which replaces the comparison of the exported model: it raises UserError for a config that cannot be
-exported.
+A family with a model of its own, such as Gemma 4, also defines ``MODEL``, the import path of a GPT subclass, and
+``validate(config)``, which raises UserError for invalid ``ModelConfig.family_options``. Extensions can add families
+(:mod:`toolkit.extension`), which may also define ``check(config)``, which replaces the comparison of the exported
+model: it raises UserError for a config that cannot be exported.
 """
 
 import itertools

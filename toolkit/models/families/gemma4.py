@@ -78,7 +78,7 @@ _ROPE: Fields = {
     hf_config.SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
 }
 # Keys that are null without experts.
-_OF_EXPERTS = ("num_experts", "top_k_experts", "moe_intermediate_size")
+_EXPERT_KEYS = ("num_experts", "top_k_experts", "moe_intermediate_size")
 # Names in config.json of the options that are taken as they are, and their defaults in transformers' class.
 _OPTIONS: dict[str, tuple[str, Any]] = {
     "keys_are_values": ("attention_k_eq_v", False), "n_shared_kv_layers": ("num_kv_shared_layers", 0),
@@ -131,17 +131,17 @@ def _check_options(config: ModelConfig) -> None:
 
 def normalize(config_json: Fields) -> Fields:
     """Return ``config.json`` with the keys of the published files in place of per_layer_config of transformers."""
-    config_json = {key: value for key, value in config_json.items() if key not in _OF_EXPERTS or value is not None}
+    config_json = {key: value for key, value in config_json.items() if key not in _EXPERT_KEYS or value is not None}
     by_layer = config_json.pop("per_layer_config", None)
     if by_layer is None:
         return config_json
     types = config_json.get("layer_types") or []
     layers = [str(i) for i, kind in enumerate(types) if kind == hf_config.FULL]
     sizes: Fields = by_layer.get(layers[-1], {}) if layers else {}
-    groups, has_own_groups = sizes.get("num_key_value_heads"), config_json.get("attention_k_eq_v", False)
+    groups, overrides_groups = sizes.get("num_key_value_heads"), config_json.get("attention_k_eq_v", False)
     is_valid = by_layer == (dict.fromkeys(layers, sizes) if sizes else {})
     require_key(
-        is_valid and sizes.keys() <= {"head_dim", "num_key_value_heads"} and (has_own_groups or not groups),
+        is_valid and sizes.keys() <= {"head_dim", "num_key_value_heads"} and (overrides_groups or not groups),
         "per_layer_config",
         by_layer,
         "must have the same head_dim, and num_key_value_heads with attention_k_eq_v, for all full_attention layers",
@@ -215,7 +215,7 @@ def to_hf_config(config: ModelConfig) -> Fields:
         "sliding_window": config.sliding_window_size or config.block_size,  # required by the class, used or not
     }
     if is_moe:
-        other |= dict(zip(_OF_EXPERTS, (config.n_expert, config.n_expert_per_token, config.expert_size), strict=True))
+        other |= dict(zip(_EXPERT_KEYS, (config.n_expert, config.n_expert_per_token, config.expert_size), strict=True))
         other["router_aux_loss_coef"] = config.router_aux_loss_coef
     values = hf_config.write_decoder(config, "Gemma4ForCausalLM", **other)
     unused = ("hidden_act", "rope_local_base_freq", "rope_scaling", "rope_theta")

@@ -81,7 +81,7 @@ _DEFAULTS: Fields = {
 def from_hf_config(config_json: Fields) -> ModelConfig:
     kind = config_json["model_type"]
     has_bias = config_json.get("attention_bias", False)
-    hf_config.require_silu(config_json, attn_output_gate=(True,), use_sliding_window=(False, None))
+    hf_config.require_silu(config_json, attn_output_gate=(True,), mlp_bias=(False,), use_sliding_window=(False, None))
     config_json = _DEFAULTS[kind] | config_json
     indices, experts = _read_layers(config_json), {}
     if kind == "qwen3_5_moe_text":  # its class computes no others

@@ -23,6 +23,7 @@ openai gpt-oss
 deepseek-ai DeepSeek
 ByteDance-Seed Seed-OSS
 LGAI-EXAONE EXAONE
+zai-org GLM-
 """
 _RENAMED = {
     "tiny-llama-1.1b": "TinyLlama/TinyLlama_v1.1",

@@ -13,6 +13,7 @@ from toolkit.distributed.units import AUTOCAST_DTYPES
 from toolkit.extension import load_registered, registered
 from toolkit.models.attention_kernels import DocumentBounds
 from toolkit.models.config import ModelConfig
+from toolkit.models.config_checks import PER_LAYER
 from toolkit.models.context_parallel import ContextGroup
 from toolkit.models.families import family_of
 from toolkit.models.fp8 import convert_to_fp8
@@ -24,9 +25,6 @@ from toolkit.objectives.next_token import NextToken
 from toolkit.planning.meta_model import build_part
 from toolkit_plan.measure.inputs import MemoryInputs
 
-_PER_LAYER = ("sliding_window_indices", "rope_indices", "moe_indices")
-"""Config fields with an entry per layer. Layers with equal entries are identical."""
-
 
 def one_layer_of_each_kind(config: ModelConfig, n_first: int = 1, n_last: int = 1) -> tuple[ModelConfig, list[int]]:
     """Return a config with one layer of each kind, and the number of model layers that each represents.
@@ -36,12 +34,12 @@ def one_layer_of_each_kind(config: ModelConfig, n_first: int = 1, n_last: int = 
         n_first: First layers to keep separate, because the first layer's input may need no gradient.
         n_last: Last layers to keep separate, because the final norm may save the last layer's output.
     """
-    if family_of(config).model_class() is not None:  # an extension's model may treat any layer differently
+    if family_of(config).model_class() is not None:  # it may treat any layer differently
         return config, [1] * config.n_layer
     end = max(n_first, config.n_layer - n_last)
     kinds: dict[Any, list[int]] = {}  # layers by the kind; by their number if they are separate
     for layer in range(config.n_layer):
-        kind = tuple(values and values[layer] for values in (getattr(config, name) for name in _PER_LAYER))
+        kind = tuple(values and values[layer] for values in (getattr(config, name) for name in PER_LAYER))
         kinds.setdefault(kind if n_first <= layer < end else layer, []).append(layer)
     return select_layers(config, [layers[0] for layers in kinds.values()]), list(map(len, kinds.values()))
 
@@ -49,7 +47,7 @@ def one_layer_of_each_kind(config: ModelConfig, n_first: int = 1, n_last: int = 
 def select_layers(config: ModelConfig, layers: Sequence[int]) -> ModelConfig:
     """Return the config of a model with some of the layers."""
     lists: dict[str, Any] = {
-        name: [values[i] for i in layers] for name in _PER_LAYER if (values := getattr(config, name)) is not None
+        name: [values[i] for i in layers] for name in PER_LAYER if (values := getattr(config, name)) is not None
     }
     return replace(config, n_layer=len(layers), **lists)
 
