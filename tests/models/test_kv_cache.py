@@ -108,6 +108,14 @@ def test_states_return_to_the_saved_ones_or_to_none():
     assert cache.length == 0 and not any(x.any() for x in cache.recurrent_states)
 
 
+def test_a_view_does_not_return_to_states_of_other_rows():
+    cache = make_states()
+    cache.save()
+    feed(cache, 1)
+    cache.view(slice(1, 2), slice(0, 7), 0).truncate(0)
+    assert [state[:, 0].unique().tolist() for state in cache.recurrent_states] == [[0, 1]] * 4
+
+
 @pytest.mark.parametrize("n_layers", [0, 1, 2])
 def test_an_interrupted_update_of_states_is_not_mistaken_for_a_complete_one(n_layers):
     cache = make_states()

@@ -153,6 +153,7 @@ class KVCache:
     def view(self, rows: slice, columns: slice, length: int) -> "KVCache":
         """Return a cache of these rows and positions, the first ``length`` of them cached, in the same memory."""
         view = copy(self)
+        view._saved = 0, []
         view.layers, view.capacity = [copy(layer) for layer in self.layers], len(range(self.capacity)[columns])
         for layer in view.layers:
             if isinstance(layer, StateCache):
