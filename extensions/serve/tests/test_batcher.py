@@ -2,6 +2,7 @@
 
 import queue
 from functools import partial
+from weakref import ref
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from toolkit.errors import GuardError
 from toolkit.inference import cuda_graph, decode
 from toolkit.inference.generate import generate
 from toolkit.inference.sampling import GREEDY, Sampling
+from toolkit.models.kv_cache import KVCache
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.models.quantize import quantize_linears
 
@@ -272,6 +274,24 @@ def test_the_size_of_the_cache_includes_recurrent_states():
     state, window = 4 * 12 * 16, 3 * (2 * 2 * 12 + 4 * 16)  # of the first layer; the second has keys and values
     keys = 2 * config.n_query_groups * (32 + module._SPARE_COLUMNS) * config.head_size
     assert Batcher(model, 2, 32).cache_bytes == 4 * 2 * (state + window + keys)
+
+
+def test_no_copy_of_recurrent_states_outlives_a_capture(monkeypatch):
+    """Captured shapes stay, and with them the copy that each capture needed, if anything still refers to it."""
+    save, copies = KVCache.save, []
+
+    def record(self):
+        save(self)
+        copies.extend(map(ref, self._saved[1]))
+
+    monkeypatch.setattr(KVCache, "save", record)
+    fix_shapes(monkeypatch)
+    batcher, client = Batcher(make_model("qwen3_5").eval(), 1, 16), Client([1, 2], 4)
+    batcher.waiting.put(client.request)
+    batcher.start()
+    client.read()
+    batcher.stop()
+    assert batcher._shapes and copies and not any(copy() is not None for copy in copies)
 
 
 def test_the_next_group_is_launched_before_a_group_is_emitted_and_each_is_read_once(monkeypatch):
