@@ -22,6 +22,13 @@ NEOX = ["--model_name", "pythia-14m", *LAYERS]
 PACKED = ["--data.packing", "best_fit", "--train.max_seq_length", "48"]
 ADAPTED = ["--lora_key", "true", "--lora_mlp", "true", "--lora_dropout", "0"]
 HEAD = [*ADAPTED, "--lora_head", "true"]
+LINEAR = {
+    "family": "qwen3_5_text", "norm_offset": True, "norm_qk": True, "attention_gate": True, "tie_embeddings": False,
+    "linear_attention": {"n_key_heads": 2, "n_value_heads": 4, "key_size": 8, "value_size": 16, "conv_size": 4},
+    "linear_attention_indices": [1, 1, 1, 0],
+}  # fmt: skip
+LINEAR_ADAPTERS = ["--lora_linear_attention", "true", "--lora_dropout", "0"]
+RECOMPUTED = ["--train.activation_checkpointing", "full"]
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zbv")
 REFERENCES = {  # name: flags, command
     "eight": ([*UNTIED, "--model_config.n_layer", "8"], "pretrain"),
@@ -30,7 +37,9 @@ REFERENCES = {  # name: flags, command
     "lora": (HEAD, "finetune_lora"), "dora": ([*ADAPTED, "--lora_dora", "true"], "finetune_lora"),
     "qlora": ([*ADAPTED, "--quantize", "bnb.nf4"], "finetune_lora"),
     "muon": (MUON, "pretrain"), "bare": ([*LAYERS, *BARE], "pretrain"),
-    "recomputed": ([*UNTIED, "--train.activation_checkpointing", "full"], "pretrain"),
+    "recomputed": ([*UNTIED, *RECOMPUTED], "pretrain"),
+    "linear": ([], "finetune_full"), "linear-recomputed": (RECOMPUTED, "finetune_full"),
+    "linear-lora": (LINEAR_ADAPTERS, "finetune_lora"),
 }  # fmt: skip
 CONTEXT, TENSOR = ["--context_parallel_size", "2"], ["--tensor_parallel_size", "2"]
 PIPELINES = {  # name: reference, ranks, stages, schedule, and further flags
@@ -47,6 +56,8 @@ PIPELINES = {  # name: reference, ranks, stages, schedule, and further flags
     "context-ragged": ("ragged", 4, 2, "gpipe", *CONTEXT), "tensor-tied": ("tied", 4, 2, "1f1b", *TENSOR),
     **{f"2-{name}": (name, 2, 2, "1f1b") for name in ("lora", "dora", "qlora")},
     "2x2-lora": ("lora", 4, 2, "interleaved"),
+    **{f"linear-{schedule}": ("linear", 2, 2, schedule) for schedule in ("1f1b", "interleaved", "zbv")},
+    **{f"2-{name}": (name, 2, 2, "1f1b") for name in ("linear-recomputed", "linear-lora")},
     "offload": ("untied", 2, 2, "1f1b", "--fsdp.cpu_offload", "true"),
     "offload-tied": ("tied", 4, 2, "1f1b", "--fsdp.cpu_offload", "true"),
     **{f"compiled-{schedule}": ("untied", 2, 2, schedule, "--compiler", "torch") for schedule in SCHEDULES},
@@ -69,13 +80,16 @@ def shared(tmp_path_factory, corpus, request) -> dict[str, list[str]]:
         "--train.max_steps", str(steps), "--train.learning_rate", "1e-3",
     ]  # fmt: skip
     base = write_base(tmp_path_factory.mktemp("base"), corpus, n_layer=4, intermediate_size=192)
+    linear = write_base(tmp_path_factory.mktemp("linear"), corpus, n_layer=4, intermediate_size=192, **LINEAR)
     rows = ["--data", "JSON", "--data.json_path", str(write_rows(base)), "--data.prompt_style", "plain"]
     text = ["--train.max_seq_length", "32", *text_data(corpus), "--eval.interval", str(steps // 2), *EVALUATED]
-    finetuning = [str(base), *common, *rows, "--eval.interval", "10", "--eval.max_new_tokens", "0"]
+    rows += ["--eval.interval", "10"]
+    finetuning = [str(base), *common, *rows, "--eval.max_new_tokens", "0"]
     return {
         "pretrain": [*common, *text],
         "finetune_full": finetuning,
         "finetune_lora": finetuning,
+        "linear": [str(linear), *common, *rows, *PACKED, *EVALUATED, "--eval.initial_validation", "true"],
     }
 
 
@@ -83,7 +97,8 @@ def case_of(name: str, flags: list[str], command: str, shared: dict[str, list[st
     if command == "pretrain" and "--model_name" not in flags:
         flags = ["--model_name", "pico-llama", *flags]
     fault = FAULTS.get(name.partition("-")[0])
-    return Case(name, [*shared[command], *flags], fault=fault, look_at="gradients", command=command)
+    flags = [*shared["linear" if "linear" in name else command], *flags]
+    return Case(name, flags, fault=fault, look_at="gradients", command=command)
 
 
 @pytest.fixture(scope="module")
@@ -136,19 +151,23 @@ def test_n3_pipeline_in_bf16(runs, name):
     assert relative(losses(runs / name), one) <= allowed < 2e-3
 
 
+VALIDATED = [
+    "2-1f1b", "2-interleaved", "2-zbv", "2x2-tied", "context-zbv", "2x2x2",
+    "linear-1f1b", "linear-interleaved", "linear-zbv", "2-linear-lora",
+]  # fmt: skip
+
+
 def samples(folder) -> list[list[str]]:
     """Return the samples of the runs of each group, from rank 0's output."""
     outputs = [path.read_text() for path in sorted(folder.glob("group-*/0.out"))]
     return [re.findall(r"^sample after.*\n(?:    .*\n)+", output, re.M) for output in outputs]
 
 
-@pytest.mark.parametrize(
-    "name", slow_except(ALWAYS, ["2-1f1b", "2-interleaved", "2-zbv", "2x2-tied", "context-zbv", "2x2x2"])
-)
+@pytest.mark.parametrize("name", slow_except(ALWAYS, VALIDATED))
 def test_validation_and_samples_go_through_the_stages(runs, name):
     runs, _ = runs
     expected, validated = (column(runs / run, "val_loss") for run in (PIPELINES[name][0], name))
-    assert len(expected) == 2 and validated == pytest.approx(expected, rel=1e-5)
+    assert len(expected) >= 2 and validated == pytest.approx(expected, rel=1e-5)
     groups = [set(group) for group in samples(runs)]
     assert len(groups) > 1 and all(groups)
     assert all(group <= groups[0] for group in groups[1:])  # the samples of one process
