@@ -19,7 +19,6 @@ Sources of the named configurations: ``src/maxtext/configs/models/gemma4-*.yml``
 from functools import partial
 from typing import Any
 
-from toolkit.errors import UserError
 from toolkit.models.config import Fields, ModelConfig
 from toolkit.models.config_checks import MAX_SIZE
 from toolkit.models.families import hf_config, hf_rope, tables
@@ -97,8 +96,7 @@ def _check_options(config: ModelConfig) -> None:
     options = config.family_options or {}
 
     def require(ok: bool, hint: str) -> None:
-        if not ok:
-            raise UserError(f"--model_config.family_options: {hint}")
+        config.require(ok, "family_options", hint)
 
     names = {"full_attention", *_OPTIONS}
     require(options.keys() == names, f"a Gemma 4 model must have {', '.join(sorted(names))}, and no others")
