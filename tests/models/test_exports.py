@@ -198,13 +198,14 @@ def require_equal(config: ModelConfig, values: dict[str, Any], table: list, know
     native.tie_weights()
     randomize(native, seed=2)
     weights = dict(to_hf_names(table, native.state_dict()))
+    limit = 1e-5 if config.linear_attention is None else 5e-5  # transformers' form rounds with the sums in a chunk
     key = json.dumps([values, {name: tensor.sum().item() for name, tensor in weights.items()}])
     if key not in known:
         known[key] = logits_of_transformers(values, weights)
         again = model_on_meta(config_from_hf(values)).eval()
         again.load_state_dict(native.state_dict(), assign=True)
-        assert (error := relative_error(again(IDS), known[key])) < 1e-5, f"read again, differs by {error}"
-    assert (error := relative_error(native(IDS), known[key])) < 1e-5, f"differs by {error}"
+        assert (error := relative_error(again(IDS), known[key])) < limit, f"read again, differs by {error}"
+    assert (error := relative_error(native(IDS), known[key])) < limit, f"differs by {error}"
 
 
 def require_refused_or_equal(name: str) -> None:
