@@ -266,7 +266,7 @@ CASES = [
     ({**SPLIT, "lora": LoRAConfig()}, {"model": ModelConfig(attention_gate=True)} | FSDP,
      "--tensor_parallel_size 2 is not supported with --lora_query true of gated attention: an adapter's rows of"),
     ({"lora": LoRAConfig()}, {"model": ModelConfig(linear_attention=LINEAR)},
-     "--lora_query true without adapters of other layers has no effect with a model whose layers all have linear"),
+     "finetune_lora with adapters of only attention has no effect with a model whose layers all have linear"),
     ({"lora": LoRAConfig(linear_attention=True)}, {"model": LLAMA},
      "--lora_linear_attention true has no effect with a model without linear attention; remove it"),
     ({"lora": LoRAConfig(mlp=True)}, {"model": get_config("Mixtral-8x7B-v0.1")},

@@ -100,6 +100,7 @@ _LINEAR_ATTENTION = Use("linear attention", lambda f: f.model is not None and f.
 _NO_LINEAR_ATTENTION = Use(
     "a model without linear attention", lambda f: f.model is not None and f.model.linear_attention is None
 )
+_ATTENTION_PARTS = {"query", "key", "value", "projection"}
 _GEMMA_4 = Use("Gemma 4", lambda f: f.model is not None and f.model.family == "gemma4_text")
 _COMPILER = Use("--compiler {compiler:NAME of an extension's compiler}", lambda f: f.compiler not in COMPILERS)
 _OBJECTIVE = Use("--objective {objective_name:NAME}", lambda f: f.objective_name != "NextToken")
@@ -150,8 +151,8 @@ ROWS: tuple[Row, ...] = (
     *(Row(size, _LINEAR_ATTENTION, reason) for size, reason in (
         (_TENSOR, "its heads are not split across ranks"), (_CONTEXT, "its state needs complete rows"))),
     _no_effect(_adapters("linear_attention"), _NO_LINEAR_ATTENTION),
-    _no_effect(Use("--lora_query true without adapters of other layers",
-                   lambda f: f.lora is not None and not {*f.lora.parts} - {"query", "key", "value", "projection"}),
+    _no_effect(Use("finetune_lora with adapters of only attention",
+                   lambda f: f.lora is not None and {*f.lora.parts} <= _ATTENTION_PARTS),
                Use("a model whose layers all have linear attention",
                    lambda f: f.model is not None and all(map(f.model.has_linear_attention, range(f.model.n_layer)))),
                fix="use --lora_linear_attention true"),
@@ -190,7 +191,7 @@ ROWS: tuple[Row, ...] = (
         "the other stages have nothing to train", "add adapters to the blocks"),
     Row(_PIPELINE, Use("adapters of only attention in a model with linear attention",
                        lambda f: f.lora is not None and _LINEAR_ATTENTION.applies(f)
-                       and not {*f.lora.parts} - {"query", "key", "value", "projection", "head"}),
+                       and {*f.lora.parts} <= {*_ATTENTION_PARTS, "head"}),
         "a stage may have nothing to train", "use --lora_linear_attention true"),
     Row(_PIPELINE, _MOMENTS, "the copies of a tied embedding would be rounded differently"),
     Row(_PIPELINE, Use(f"{_FOREIGN_OPTIMIZER.text} of tied embeddings",
