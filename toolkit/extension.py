@@ -23,6 +23,7 @@ BUILT_IN = (
     "toolkit_interop",
     "toolkit_align",
     "toolkit_plan",
+    "toolkit_quantized",
 )
 """The modules of the built-in extensions, which are installed with toolkit: extensions/NAME/toolkit_NAME.
 
@@ -112,6 +113,8 @@ class Extension:
         implements: Names of toolkit's options that need such an extension: eval.metric and eval.tasks.
         planner: Path of a module or an object that chooses "auto" by estimates, plans runs and advises when memory is
             out, see :class:`toolkit.planning.planner.Planner`.
+        quantizer: Path of a module or an object that quantizes weights in the forward pass and in exports, see
+            :class:`toolkit.models.quantizer.Quantizer`.
         check: Path of a function that gets the :class:`toolkit.planning.run_args.RunArgs` of every run and raises a
             UserError if options of the extension have no effect or are incompatible.
         check_start: Path of a function ``(args, has_callbacks)`` that is called in the first process before a run
@@ -135,6 +138,7 @@ class Extension:
     commands: Mapping[str, Command] = field(default_factory=dict)
     implements: tuple[str, ...] = ()
     planner: str | None = None
+    quantizer: str | None = None
     check: str | None = None
     check_start: str | None = None
 
@@ -291,21 +295,20 @@ def import_by_name(package: str, paths: Names) -> Callable[[str], Any]:
     return get
 
 
-def load_planner() -> Any | None:
-    """Return the planner, see :class:`toolkit.planning.planner.Planner`; None if no extension has one."""
-    paths = [(origin, extension.planner) for origin, extension in all_extensions() if extension.planner is not None]
+def load_single(kind: str) -> Any | None:
+    """Return the ``planner`` or ``quantizer``; None if no extension has one."""
+    paths = [(origin, path) for origin, extension in all_extensions() if (path := getattr(extension, kind)) is not None]
     if not paths:
         return None
     origin, path = paths[-1]  # a user's replaces the built-in one
-    return load_object(path, f"extension {origin}: planner {path}")
+    return load_object(path, f"extension {origin}: {kind} {path}")
 
 
-def require_planner(option: str) -> Any:
-    """Return the planner that an option needs."""
-    planner = load_planner()
-    if planner is None:
-        raise UserError("; ".join(filter(None, [f"{option}: needs an extension with a planner", missing_built_in()])))
-    return planner
+def require_single(kind: str, option: str) -> Any:
+    """Return the ``planner`` or ``quantizer`` that an option needs."""
+    if (loaded := load_single(kind)) is None:
+        raise UserError("; ".join(filter(None, [f"{option}: needs an extension with a {kind}", missing_built_in()])))
+    return loaded
 
 
 def run_checks(name: str, *args: Any) -> None:
@@ -345,7 +348,7 @@ def extension_versions() -> dict[str, str]:
     for origin, extension in extensions().items():
         installed = _installed().get(origin)
         paths = [path for kind in KINDS for path in getattr(extension, kind).values()]
-        paths += filter(None, [extension.check, extension.check_start, extension.planner])
+        paths += filter(None, [extension.check, extension.check_start, extension.planner, extension.quantizer])
         modules = {(origin if installed is None else installed[1]), *(path.rpartition(".")[0] for path in paths)}
         modules |= {command.module for command in extension.commands.values()}
         number = "" if installed is None else f"{version(origin)} "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from toolkit.checkpoints.manifest import EDITABLE, TRAINER_STATE, require_intact
 from toolkit.checkpoints.store import WEIGHTS
 from toolkit.checkpoints.weights import Tensors, load_weights, require_compatible, resolve_weight_dtype, save_weights
 from toolkit.data.tokenizer import Tokenizer
-from toolkit.errors import UserError, one_line
+from toolkit.errors import UserError, notice, one_line
 from toolkit.extension import missing_message, registered
 from toolkit.io.safe_parse import read_yaml, write_yaml
 from toolkit.models.config import ModelConfig
@@ -58,9 +59,15 @@ def read_model_config(folder: Path) -> ModelConfig:
 
 
 def read_adapted_config(folder: Path, base: Path) -> ModelConfig:
-    """Return the architecture of a model with adapters: the base's, or with a score layer the folder's."""
+    """Return the architecture of a model with adapters: the base's, or with a score layer the folder's.
+
+    The quantization is the folder's.
+    """
     config = read_model_config(folder) if (folder / CONFIG).is_file() else None
-    return config if config is not None and config.head is not None else read_model_config(base)
+    base_config = read_model_config(base)
+    if config is None:
+        return base_config
+    return config if config.head is not None else replace(base_config, qat=config.qat)
 
 
 def require_language_model(config: ModelConfig, source: str) -> None:
@@ -127,11 +134,18 @@ def load_model(
     adapters = {} if lora is None else load_adapters(folder, model)
     if tied := model.config.tie_embeddings:
         del weights[_HEAD]
+    is_quantized = model.config.qat is not None and not ignores_merged
     for name in weights:
-        weights[name] = weights[name].to(device=device, dtype=resolve_weight_dtype(name, dtype))
+        to_dtype = None if is_quantized else resolve_weight_dtype(name, dtype)
+        weights[name] = weights[name].to(device=device, dtype=to_dtype)
     weights |= {name: tensor.to(device) for name, tensor in adapters.items()}
     model.load_state_dict(weights, strict=not tied, assign=True)
     model.tie_weights()
+    if is_quantized:
+        notice(f"note: {model.note}, as they were trained")
+        model.freeze_quantized()
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            tensor.data = tensor.data.to(dtype=None if is_adapter(name) else resolve_weight_dtype(name, dtype))
     pad_head(model)
     return model
 

@@ -21,6 +21,7 @@ def setup(
     family_options: dict[str, Any] | None = None,
     push_to_hub: str | None = None,
     private: bool = True,
+    quantize: Literal["none", "dense", "int4", "int8", "int8-int4"] | None = None,
 ) -> None:
     """Export a model for AutoModelForCausalLM.from_pretrained and AutoTokenizer.from_pretrained.
 
@@ -39,6 +40,9 @@ def setup(
         push_to_hub: Also upload the folder to this hub repository, USER/NAME, which is created if needed. Needs a token
             in HF_TOKEN, or from `hf auth login`.
         private: Visibility of the repository; false makes it public.
+        quantize: Format of the weights of linear layers, as compressed-tensors reads it: int4, int8, or int8-int4
+            (inputs in int8 per token). dense: their quantized values in the dtype. none: before quantization. Default:
+            what the model was trained with (--qat.weights); without training, weights are rounded to nearest.
     """
     import torch
 
@@ -55,7 +59,7 @@ def setup(
         require_transformers("--verify true", None if has_adapters_only(folder) else read_model_config(folder))
 
     def compare(exported_dir: Path) -> None:
-        difference = verify_hf(folder, exported_dir, base_checkpoint_dir)
+        difference = verify_hf(folder, exported_dir, base_checkpoint_dir, quantize)
         layers = read_json_object(exported_dir / "config.json").get("layer_types") or ()
         limit = MAX_LINEAR_DIFFERENCE if "linear_attention" in layers else MAX_DIFFERENCE
         if not difference <= limit:  # nan included
@@ -66,7 +70,7 @@ def setup(
         print(f"largest difference of the logits, relative to the largest logit: {difference:.1e}")
 
     check = compare if verify else None
-    export_hf(folder, out_dir, target_dtype, merge, base_checkpoint_dir, check, family_options)
+    export_hf(folder, out_dir, target_dtype, merge, base_checkpoint_dir, check, family_options, quantize=quantize)
     if not (Path(out_dir) / "tokenizer.json").exists():
         notice(f"warning: {folder} holds no tokenizer.json: copy one into {out_dir}")
     print(f"wrote {out_dir}")

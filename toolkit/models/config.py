@@ -120,6 +120,8 @@ class ModelConfig:
         tie_embeddings: Tie the LM head to the embedding.
         family_options: Options of a model family that has its own model, such as Gemma 4 or an extension's; see there.
             full_attention, n_shared_kv_layers and keys_are_values mean the same in every family.
+        qat: Quantization of the blocks' linear layers in the forward pass, with weights, group_size and dtype, by the
+            extension that has a quantizer, see :class:`toolkit.models.quantizer.Quantizer`.
         head: A score layer in place of the LM head: "classification" (also regression), "reward" or
             "token_reward".
         labels: Names of the scores.
@@ -196,6 +198,7 @@ class ModelConfig:
     gelu_approximate: Literal["none", "tanh"] = "none"
     tie_embeddings: bool = False
     family_options: dict[str, Any] | None = None
+    qat: dict[str, Any] | None = None
     head: HeadName | None = None
     labels: list[str] | None = None
     problem_type: ProblemType | None = None
@@ -382,7 +385,8 @@ class ModelConfig:
         return self if self.vocab_size is not None else replace(self, vocab_size=vocab_size)
 
     def to_dict(self) -> Fields:
-        return {name: value for name, value in asdict(self).items() if self.head or name not in HEAD_FIELDS}
+        unused = {*(() if self.head else HEAD_FIELDS), *(() if self.qat else ("qat",))}
+        return {name: value for name, value in asdict(self).items() if name not in unused}
 
     @classmethod
     def from_dict(cls, values: Fields) -> ModelConfig:
@@ -412,7 +416,7 @@ class ModelConfig:
 _HINTS = {
     f.name: hint | None if f.default is None else hint
     for f, hint in zip(fields(ModelConfig), get_type_hints(ModelConfig).values(), strict=True)
-    if f.name not in HEAD_FIELDS
+    if f.name not in (*HEAD_FIELDS, "qat")
 }
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from toolkit.config.options import DEFAULT_SEED
 from toolkit.errors import UserError, require_option
+from toolkit.extension import require_single
 from toolkit.models.attention_dispatch import choose_kernel
 from toolkit.models.attention_kernels import Documents
 from toolkit.models.block import Block as Block
@@ -109,6 +110,11 @@ class GPT(nn.Module, metaclass=InitializedModel):
 
     def make_block(self, config: ModelConfig, layer: int) -> Block:
         return Block(config, layer)
+
+    def freeze_quantized(self) -> None:
+        """Quantize the weights once, and merge the adapters of these layers: for inference."""
+        self.config = replace(self.config, qat=_quantizer(self.config).freeze(self))
+        self.note = type(self).note
 
     def execute_with(self, **changes: Any) -> None:
         """Replace fields of :class:`toolkit.models.execution.Execution`."""
@@ -402,7 +408,14 @@ def build_model(config: ModelConfig) -> GPT:
     model_class = family_of(config).model_class()
     hint = f"the family {config.family!r} has no options; remove it"
     require_option(model_class or not config.family_options, "model_config.family_options", config.family_options, hint)
-    return GPT(config) if model_class is None else model_class(config)
+    model = GPT(config) if model_class is None else model_class(config)
+    if config.qat is not None:
+        _quantizer(config).attach(model)
+    return model
+
+
+def _quantizer(config: ModelConfig) -> Any:
+    return require_single("quantizer", f"--qat.weights {(config.qat or {}).get('weights')}")
 
 
 def model_on_meta(config: ModelConfig) -> GPT:

@@ -190,19 +190,23 @@ def _new_adapted(layer_class: Any) -> nn.Module:
     return cls.__new__(cls)
 
 
-def replace_linear(owner: nn.Module, name: str, new_class: Any) -> Any:
+def replace_linear(owner: nn.Module, name: str, new_class: Any, merged: nn.Parameter | None = None) -> Any:
     """Put a ``new_class``, with the adapters, in the place of a linear layer, with the same parameters (also if tied).
 
     Layers of other sizes than (in, out), such as stacked ones, have their constructor's arguments in ``sizes``.
+    ``merged`` is a weight with the adapters merged: the new layer has it and no adapters.
     """
     old = getattr(owner, name)
-    if isinstance(old, AdaptedLayer):
+    has_adapters = isinstance(old, AdaptedLayer) and merged is None
+    if has_adapters:
         new_class = adapted(new_class)
     with torch.device("meta"):
         sizes = getattr(old, "sizes", None) or (old.in_features, old.out_features)
         new: Any = new_class(*sizes, bias=old.bias is not None)
-    new.weight, new.bias = old.weight, old.bias
-    if isinstance(old, AdaptedLayer):
+    new.weight, new.bias = old.weight if merged is None else merged, old.bias
+    if hasattr(old, "weight_fake_quantizer"):  # see toolkit.models.quantizer
+        new.weight_fake_quantizer = old.weight_fake_quantizer
+    if has_adapters:
         new.lora, new.scaling, new.dropout, new.dora = old.lora, old.scaling, old.dropout, old.dora
         new.dropout_bits, new.number = old.dropout_bits, old.number
     new.train(old.training)

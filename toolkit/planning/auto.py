@@ -9,7 +9,7 @@ from toolkit.config import AUTO, none_if_auto
 from toolkit.distributed.stages import nearest_micro_batches
 from toolkit.distributed.strategy import implied_strategy
 from toolkit.errors import UserError
-from toolkit.extension import load_planner, require_planner
+from toolkit.extension import load_single, require_single
 from toolkit.models.config import ModelConfig
 from toolkit.planning.meta_model import model_of
 from toolkit.planning.planner import is_small
@@ -27,9 +27,9 @@ def resolve_auto(args: RunArgs, devices: DeviceSpec) -> ResolvedConfig:
     The planner chooses those that depend on memory, see :class:`toolkit.planning.planner.Planner`.
     """
     if args.preset != "balanced":
-        return require_planner(f"--preset {args.preset}").resolve_by_memory(args, devices)
+        return require_single("planner", f"--preset {args.preset}").resolve_by_memory(args, devices)
     has_choice = args.train.micro_batch_size == AUTO and devices.device == "cuda" and devices.memory < math.inf
-    if has_choice and (planner := load_planner()) is not None:
+    if has_choice and (planner := load_single("planner")) is not None:
         return planner.resolve_by_memory(args, devices)
     args = resolve_model(args, devices)[0]
     changes, reasons = choose_by_rules(args, devices)
@@ -103,7 +103,7 @@ def choose_accumulate(config: ResolvedConfig, model: ModelConfig | None) -> Lite
     if not accumulates or args.lora is not None or strategy.offloads or memory == math.inf:
         return "unsharded"
     model = model or known_model(config.model, args)
-    planner = None if model is None or is_small(model_of(model, None), config.devices) else load_planner()
+    planner = None if model is None or is_small(model_of(model, None), config.devices) else load_single("planner")
     return "unsharded" if planner is None else planner.choose_accumulate(replace(config, model=model))
 
 

@@ -1,7 +1,7 @@
 """Choose the compiler if ``--compiler`` is "auto": pure functions of the resolved run."""
 
 from toolkit.config import AUTO
-from toolkit.extension import load_planner, registered
+from toolkit.extension import load_single, registered
 from toolkit.planning.resolve import ResolvedConfig
 
 
@@ -16,7 +16,7 @@ def choose_compiler(config: ResolvedConfig) -> tuple[str, str]:
     against = next((reason for reason, holds in _uncompiled(config).items() if holds), None)
     if against is not None:
         return "none", f"auto: {against}"
-    planner = load_planner()
+    planner = load_single("planner")
     choice = None if planner is None else planner.choose_compiler(config)
     return choice or ("torch", f"auto: rows of one length{'' if config.limits else '; not for a short run'}")
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from toolkit.errors import UserError
-from toolkit.extension import load_planner
+from toolkit.extension import load_single
 from toolkit.models.flops import count_parameters
 from toolkit.models.gpt import GPT
 from toolkit.planning.resolve import DeviceSpec, ResolvedConfig
@@ -69,7 +69,7 @@ def require_memory(config: ResolvedConfig, model: GPT) -> None:
     Otherwise the run would initialize weights for minutes until the operating system kills it without a message.
     """
     is_known = config.frozen is None and is_small(model, config.devices)
-    if not is_known and (planner := load_planner()) is not None:
+    if not is_known and (planner := load_single("planner")) is not None:
         planner.require_memory(config, model)
 
 
@@ -82,7 +82,7 @@ def oom_advice(config: ResolvedConfig) -> Iterator[None]:
         is_full = isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
         if not is_full:
             raise
-        planner = load_planner() if config.args.module is None else None
+        planner = load_single("planner") if config.args.module is None else None
         if planner is not None:
             is_auto = "train.micro_batch_size" in config.reasons
             raise planner.out_of_memory(config.args, config.devices, is_auto) from error

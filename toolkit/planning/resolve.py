@@ -19,6 +19,7 @@ from toolkit.distributed.model_parts import require_divisible
 from toolkit.distributed.strategy import StrategyPlan, plan_strategy
 from toolkit.distributed.world import detect_world
 from toolkit.errors import UserError
+from toolkit.extension import load_single
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import DEFAULT_MODEL, family_of, get_config, is_extension_model
 from toolkit.models.flops import matmul_parameters
@@ -173,6 +174,8 @@ def resolve(args: RunArgs, devices: DeviceSpec) -> ResolvedConfig:
     """
     args, model, length = resolve_model(args, devices)
     precision = choose_precision(args, devices)
+    if model is not None and (quantizer := load_single("quantizer")) is not None:
+        model = quantizer.configure(args, precision, model)
     sizes = {"devices": devices.devices, "num_nodes": devices.num_nodes}
     strategy = plan_strategy(
         args.strategy,

@@ -17,7 +17,7 @@ from toolkit.distributed.mesh import data_devices
 from toolkit.distributed.world import detect_world
 from toolkit.dotted_paths import add_cwd_to_path
 from toolkit.errors import UserError, did_you_mean, require_bitsandbytes, require_option, require_package
-from toolkit.extension import all_extensions, missing_built_in, registered, require_planner, run_checks
+from toolkit.extension import all_extensions, missing_built_in, registered, require_single, run_checks
 from toolkit.io.paths import is_url
 from toolkit.models.families import DEFAULT_MODEL, get_config
 from toolkit.optim import HYBRID_OPTIMIZERS, PACKAGES, TORCH_OPTIMIZERS
@@ -61,7 +61,7 @@ def check_start(args: RunArgs, *, writes: bool = True, has_callbacks: bool = Fal
     Skips files in a process that a launcher started, because rank 0 may already be writing.
     """
     if args.dry_run:
-        require_planner("--dry_run true")
+        require_single("planner", "--dry_run true")
     else:
         detect_world(args.devices, args.num_nodes, None)
     check_loggers(args.logger_name, args.log)

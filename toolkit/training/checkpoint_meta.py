@@ -95,6 +95,7 @@ def values_by_flag(fingerprint: Fields) -> Fields:
         values[flags.get(name, f"--optimizer.options {name}")] = value
     for group, prefix in (("model_config", "--model_config."), ("adapters", "--")):
         values |= {prefix + name: value for name, value in sorted(fingerprint.get(group, {}).items())}
+    values |= {f"--qat.{name}": value for name, value in (values.pop("--model_config.qat", None) or {}).items()}
     objective = fingerprint.get("objective", {})
     values["--objective"] = objective.get("class_path")
     values |= {f"--objective.{name}": value for name, value in sorted(objective.get("init_args", {}).items())}

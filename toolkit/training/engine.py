@@ -20,7 +20,7 @@ from toolkit.distributed.cpu_memory import disable_malloc_trim
 from toolkit.distributed.signals import SignalWatch
 from toolkit.distributed.world import WorldInfo
 from toolkit.errors import GuardError, StoppedByFileError, StoppedBySignalError, UserError, one_line
-from toolkit.extension import require_planner
+from toolkit.extension import require_single
 from toolkit.objectives.base import total_counts
 from toolkit.optim.update import FusedUpdate, set_learning_rate
 from toolkit.planning.auto import resolve_auto
@@ -153,7 +153,7 @@ def open_run(
 
 
 def _report_dry_run(launch: Launch, reader: DataReader) -> None:
-    require_planner("--dry_run true").report_dry_run(launch, reader)
+    require_single("planner", "--dry_run true").report_dry_run(launch, reader)
 
 
 class Engine:

@@ -8,7 +8,7 @@ from toolkit.distributed import ranks
 from toolkit.distributed.device import device_memory
 from toolkit.distributed.world import WorldInfo
 from toolkit.errors import DifferenceError, UserError, require_option
-from toolkit.extension import load_planner
+from toolkit.extension import load_single
 from toolkit.planning.auto import resolve_auto
 from toolkit.planning.resolve import DeviceSpec, ResolvedConfig
 from toolkit.planning.run_args import RunArgs
@@ -136,7 +136,7 @@ def format_step(step: int, record: StepRecord, reference: StepRecord, difference
 
 def require_memory_of_one_process(args: RunArgs, device: str) -> None:
     """Check that the model fits on one process, if there is a planner."""
-    if (planner := load_planner()) is None:
+    if (planner := load_single("planner")) is None:
         return
     try:
         plan = planner.plan_run(single_process_args(args), DeviceSpec(device, 1, 1))

@@ -9,7 +9,7 @@ from toolkit.config import AUTO, RunOptions
 from toolkit.distributed.gpus import find_gpu
 from toolkit.distributed.restarts import resuming
 from toolkit.errors import UserError, option_text
-from toolkit.extension import CommandLine, load_planner
+from toolkit.extension import CommandLine, load_single
 from toolkit.io.paths import is_url
 from toolkit.planning.training_options import TrainingOptions
 from toolkit_launch.formats import FORMATS
@@ -145,7 +145,7 @@ def _planned_memory(options: TrainingOptions, gpu: str | None) -> str:
     for value in (options.initial_checkpoint_dir, *vars(options.objective).values()):
         if isinstance(value, str) and (is_url(value) or (value.startswith("/") and not Path(value).exists())):
             return f"memory unknown: {value} is not on this machine"
-    if (planner := load_planner()) is None:
+    if (planner := load_single("planner")) is None:
         return "memory unknown: no extension plans runs"
     card = None if gpu is None else find_gpu(gpu, options.shared.accelerator, "--gpu")[1]
     memory = planner.plan_options(options, card and card.memory / 1e9).memory

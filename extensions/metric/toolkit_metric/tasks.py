@@ -81,14 +81,15 @@ def open_hf_folder(
         return
     config, dtype, has_adapters = read_model_config(folder), None, has_adapters_only(folder)
     require_transformers(f"--tasks {tasks}", config)
-    if has_adapters or quantize is not None:
+    if config.qat is None and (has_adapters or quantize is not None):
         dtype = torch.bfloat16
         quantized = "" if quantize is None else f", not quantized to {quantize}"
         notice(f"--tasks: evaluates an export{' with merged adapters' * has_adapters} in bf16{quantized}")
     sweep(Path(gettempdir()))  # exports of killed processes
     with TemporaryDirectory(prefix=temporary_prefix()) as parent:
         exported = Path(parent) / "hf"
-        export_hf(folder, exported, dtype, has_adapters, base_checkpoint_dir, flag="TMPDIR")
+        dense = None if config.qat is None else "dense"
+        export_hf(folder, exported, dtype, has_adapters, base_checkpoint_dir, flag="TMPDIR", quantize=dense)
         yield exported, config.block_size
 
 

@@ -58,7 +58,7 @@ def test_gradients_are_sharded_where_the_data_sets_the_vocabulary():
     needed = plan_run(args, DeviceSpec("cuda", 8, 1, 80e9)).memory.total
     for memory, accumulate in ((1.01 * needed, "unsharded"), (0.99 * needed, "sharded")):
         assert resolve_auto(args, DeviceSpec("cuda", 8, 1, memory)).accumulate == accumulate
-    with mock.patch.object(auto, "load_planner", side_effect=AssertionError("small gradients need no estimate")):
+    with mock.patch.object(auto, "load_single", side_effect=AssertionError("small gradients need no estimate")):
         assert resolve_auto(args, DeviceSpec("cuda", 8, 1, 80e9)).accumulate == "unsharded"
 
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,14 @@ from toolkit.checkpoints.weights import Tensors, resolve_weight_dtype
 from toolkit.data.chat.template import GENERATION_FILE, eos_tokens
 from toolkit.data.tokenizer import FILE_PATTERNS, Tokenizer
 from toolkit.errors import GuardError, UserError, notice, one_line, require_package
+from toolkit.extension import require_single
 from toolkit.io.safe_parse import read_json_object
 from toolkit.models.config import Fields, ModelConfig, ModelOverrides
 from toolkit.models.families import family_of
 from toolkit.models.families.tables import WeightMapping
 from toolkit.models.fp8 import hide_torchao_warnings
 from toolkit.models.gpt import model_on_meta
+from toolkit.models.quantizer import Packing
 
 MAX_SHARD_BYTES = 5_000_000_000  # per weights file; a larger tensor gets a file to itself
 
@@ -43,6 +46,7 @@ def export_hf(
     check: Callable[[Path], None] | None = None,
     family_options: Fields | None = None,
     flag: str = "out_dir",
+    quantize: str | None = None,
 ) -> None:
     """Write a Hugging Face folder with checksums, atomically. About one weight is in memory at a time.
 
@@ -55,6 +59,8 @@ def export_hf(
         check: Called with the written folder before it is renamed to out_dir; if it raises, nothing is created.
         family_options: Options of an extension's family to override. Weights that the new model lacks are dropped.
         flag: What the user sets to change ``out_dir``, for messages.
+        quantize: Format of quantized weights; by default what the model was trained with. "dense" writes their values
+            in ``dtype``, "none" the weights before quantization.
     """
     checkpoint_dir, out_dir = Path(checkpoint_dir), Path(out_dir)
     require_new_folder(out_dir)
@@ -62,6 +68,12 @@ def export_hf(
     if family_options:
         config, weights = _change_options(config, weights, family_options)
     base = weights.info.base if isinstance(weights, MergedWeights) else None
+    folder_dtype = dtype or weights["transformer.wte.weight"].dtype
+    packing = make_packing(config, quantize, folder_dtype)
+    if packing is not None:
+        notice(packing.note)
+    if packing is not None and quantize == "dense":
+        weights, packing = packing.dense(weights), None
     mtp, mtp_keys = read_mtp(base or checkpoint_dir, config)
     if mtp:
         notice(f"note: the {len(mtp)} weights of multi-token prediction are the base model's, not trained with it")
@@ -70,7 +82,7 @@ def export_hf(
         tokenizer = Tokenizer.load(checkpoint_dir, flag="checkpoint_dir")
 
     def write(folder: Path) -> None:
-        warn_nonfinite(_write_weights(folder, weights, config, dtype, mtp), out_dir)
+        warn_nonfinite(_write_weights(folder, weights, config, dtype, mtp, packing), out_dir)
         if tokenizer is None:
             copy_files(checkpoint_dir, folder, FILE_PATTERNS)
         else:
@@ -78,8 +90,8 @@ def export_hf(
             length = config.block_size if config.head == "classification" else None  # rewards cut the prompt instead
             (tokenizer if pad is None else tokenizer.with_pad(pad, length)).save(folder, for_transformers=True)
         ids = _token_ids(checkpoint_dir, base, config, tokenizer)
-        dtype_of_config = dtype or weights["transformer.wte.weight"].dtype
-        _write_config_files(folder, config, ids, dtype_of_config, mtp_keys)
+        keys = mtp_keys if packing is None else mtp_keys | {"quantization_config": packing.config}
+        _write_config_files(folder, config, ids, folder_dtype, keys)
         write_model_card(folder / "README.md", config, checkpoint_dir, tokenizer is not None)
         write_sums(folder)
         if check is not None:
@@ -88,12 +100,31 @@ def export_hf(
     write_folder(out_dir, write, flag)
 
 
+def make_packing(config: ModelConfig, quantize: str | None, dtype: torch.dtype) -> Packing | None:
+    """Return how to quantize an export of ``dtype``, see :func:`export_hf`; None for weights before quantization."""
+    trained = (config.qat or {}).get("weights")
+    kind = quantize or trained
+    if kind in (None, "none"):
+        if trained is not None:
+            notice(f"note: the weights before quantization; the model was trained to compute with {trained}")
+        return None
+    packing: Packing = require_single("quantizer", f"--quantize {kind}").make_packing(config, kind, dtype)
+    return packing
+
+
 @torch.no_grad()
-def verify_hf(checkpoint_dir: str | Path, out_dir: str | Path, base_checkpoint_dir: str | Path | None = None) -> float:
+def verify_hf(
+    checkpoint_dir: str | Path,
+    out_dir: str | Path,
+    base_checkpoint_dir: str | Path | None = None,
+    quantize: str | None = None,
+) -> float:
     """Return the largest fp32 logit difference between the two folders, relative to the largest logit.
 
     The native weights are merged and rounded to the exported dtype first, so one tolerance (1e-4) fits every dtype.
-    Raises GuardError if transformers cannot load the folder.
+    Quantized weights of the folder must equal the native ones.
+
+    Raises GuardError if transformers cannot load the folder, or loads other quantized weights.
     """
     require_transformers("--verify true")
     import transformers
@@ -103,10 +134,19 @@ def verify_hf(checkpoint_dir: str | Path, out_dir: str | Path, base_checkpoint_d
     exported = getattr(torch, json.loads((Path(out_dir) / CONFIG).read_text())["torch_dtype"])
     folder = Path(checkpoint_dir)
     config, weights = read_model(folder, has_adapters_only(folder), base_checkpoint_dir, exported)
+    packing = make_packing(config, quantize, exported)
+    maps = family_of(config).weight_map(config)
+    config = replace(config, qat=None)
+    if packing is not None:
+        weights = packing.dense(weights)
     native = model_on_meta(config)
     rounded = {name: tensor.to(resolve_weight_dtype(name, exported)).float() for name, tensor in weights.items()}
     native.load_state_dict(rounded, assign=True)
-    native, hf = native.eval(), _load_with_transformers(Path(out_dir), config).eval()
+    folder, native = Path(out_dir), native.eval()
+    if packing is None or quantize == "dense":
+        hf = load_with_transformers(folder, config).eval()
+    else:
+        hf = packing.load_verified(folder, config, dict(to_hf_names(maps, weights, exported)), random_tokens(config))
     tokens = random_tokens(config)
     if config.head in (None, "token_reward"):
         return relative_difference(native(tokens), hf(input_ids=tokens, use_cache=False).logits)
@@ -122,15 +162,16 @@ def require_transformers(option: str, config: ModelConfig | None = None) -> None
     require_package(option, "transformers", "4.50")
 
 
-def _load_with_transformers(folder: Path, config: ModelConfig) -> Any:
+def load_with_transformers(folder: Path, model: ModelConfig, dtype: torch.dtype = torch.float32) -> Any:
+    """Load an exported folder. Raises GuardError if transformers cannot."""
     import transformers
 
     hide_torchao_warnings()  # transformers imports it
     is_old = tuple(map(int, transformers.__version__.split(".")[:2])) < (4, 56)
-    # Load in float32 directly: converting afterwards would leave constants rounded.
-    options = {"torch_dtype" if is_old else "dtype": torch.float32, "local_files_only": True}
+    # Load in the dtype directly: converting to float32 afterwards would leave constants rounded.
+    options = {"torch_dtype" if is_old else "dtype": dtype, "local_files_only": True}
     try:
-        return getattr(transformers, auto_class(config)).from_pretrained(str(folder), **options)
+        return getattr(transformers, auto_class(model)).from_pretrained(str(folder), **options)
     except Exception as error:  # any failure to load, such as an unknown architecture
         reason = one_line(error)[:300]
         raise GuardError(
@@ -179,16 +220,22 @@ def _change_options(
 
 
 def _write_weights(
-    folder: Path, weights: Mapping[str, Tensor], config: ModelConfig, dtype: torch.dtype | None, mtp: Tensors
+    folder: Path,
+    weights: Mapping[str, Tensor],
+    config: ModelConfig,
+    dtype: torch.dtype | None,
+    mtp: Tensors,
+    packing: Packing | None,
 ) -> list[str]:
     """Write the safetensors files, ``mtp`` unchanged. Return the names of tensors that contain NaN or Inf."""
+    pack = iter if packing is None else packing.pack
     maps = complete_weight_map(config, weights)
     # The header precedes the tensors: convert on the meta device first to get shapes and dtypes.
     meta = {name: torch.empty_like(t, device="meta", dtype=dtype) for name, t in weights.items()}
-    shards = list(_split(chain(to_hf_names(maps, meta), mtp.items())))
+    shards = list(_split(chain(pack(to_hf_names(maps, meta)), mtp.items())))
     n = len(shards)
     files = [SINGLE] if n == 1 else [f"model-{i:05d}-of-{n:05d}.safetensors" for i in range(1, n + 1)]
-    tensors, nonfinite = chain(to_hf_names(maps, weights, dtype), mtp.items()), []
+    tensors, nonfinite = chain(pack(to_hf_names(maps, weights, dtype)), mtp.items()), []
     for file, shard in zip(files, shards, strict=True):
         nonfinite += write_safetensors(folder / file, shard, tensors)
     if n > 1:

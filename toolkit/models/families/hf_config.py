@@ -42,7 +42,7 @@ def model_name(config_json: Fields) -> str:
 _SIZES = (
     "name", "family", "block_size", "vocab_size", "padded_vocab_size", "padding_multiple", "n_layer", "n_head",
     "n_embd", "intermediate_size", "rope_base", "rope_adjustments", "tie_embeddings", "n_expert", "n_expert_per_token",
-    "moe_intermediate_size", "router_aux_loss_coef",
+    "moe_intermediate_size", "router_aux_loss_coef", "qat",
 )  # fmt: skip
 
 # What a field does, where different values can do the same.

@@ -1,0 +1,52 @@
+"""The numbers of quantized weights: torchao's, in training, in files and in transformers."""
+
+import pytest
+import torch
+from toolkit_quantized.numbers import FakeQuantizer, dequantize, quantize
+from torchao.quantization.qat import IntxFakeQuantizeConfig, IntxFakeQuantizer
+from torchao.quantization.qat.linear import FakeQuantizedLinear as TorchaoLinear
+
+from toolkit.models.config import ModelConfig
+from toolkit.models.gpt import build_model
+
+TINY = {"vocab_size": 128, "n_embd": 64, "n_layer": 1, "n_head": 4, "block_size": 32}
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_integers_and_scales_are_those_of_torchao(bits, dtype):
+    torch.manual_seed(0)
+    weight = torch.randn(64, 96) * 0.02
+    weight[0], weight[1, :32] = 0, torch.arange(32) - 16.0
+    values, scale, is_clipped = quantize(weight, FakeQuantizer(bits, False, 32, dtype))
+    kind = getattr(torch, f"int{bits}")
+    fake = IntxFakeQuantizer(IntxFakeQuantizeConfig(kind, group_size=32, is_symmetric=True))
+    rounded = weight.to(dtype).float()
+    expected = fake(rounded)
+    smallest = torch.finfo(dtype).smallest_normal
+    assert torch.equal(scale, fake.scale.clamp(min=smallest).to(dtype).float())
+    assert is_clipped.any() and values[is_clipped].eq(2 ** (bits - 1) - 1).all()
+    if dtype == torch.float32:
+        assert torch.equal(dequantize(values, scale), expected)
+    error = (dequantize(values, scale) - rounded).abs() / scale.repeat_interleave(32, 1)
+    assert error.max() <= 0.51 + 2**-8 * 2**bits / 2  # half a step, and the rounding of the scale
+
+
+@pytest.mark.parametrize("weights", ["int4", "int8", "int8-int4"])
+def test_a_layer_computes_as_torchao(weights):
+    torch.manual_seed(0)
+    model = build_model(ModelConfig(**TINY, qat={"weights": weights, "group_size": 32, "dtype": "float32"}))
+    ours = model.transformer.h[0].mlp.proj
+    kind = torch.int4 if weights.endswith("4") else torch.int8
+    inputs = IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False) if "-" in weights else None
+    numbers = IntxFakeQuantizeConfig(kind, group_size=32, is_symmetric=True)
+    theirs = TorchaoLinear(256, 64, bias=False, activation_config=inputs, weight_config=numbers)
+    theirs.weight.data.copy_(ours.weight)
+    outputs = []
+    for layer in (ours, theirs):
+        x = torch.randn(2, 5, 256, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        y = layer(x)
+        (y * torch.arange(y.numel()).view_as(y).sin()).sum().backward()
+        outputs.append((y, x.grad, layer.weight.grad))
+    torch.testing.assert_close(*outputs, rtol=1e-6, atol=1e-6)
+    assert torch.equal(outputs[0][0], outputs[1][0])

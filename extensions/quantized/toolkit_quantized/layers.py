@@ -1,0 +1,216 @@
+"""Linear layers and experts that compute with quantized weights. Parameters and their names do not change.
+
+With adapters, the quantized weight is that of a merge: W + B A.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from toolkit.errors import require_option
+from toolkit.models.config import Fields, ModelConfig
+from toolkit.models.gpt import GPT
+from toolkit.models.lora_layers import AdaptedLayer, LoRALinear, replace_linear
+from toolkit.models.mixed_mm import matmul_dtype
+from toolkit.models.moe import LoRAStackedLinear, StackedLinear, grouped_outer_product, grouped_product
+from toolkit.models.quantize import quantized_layers
+from toolkit_quantized.numbers import FakeQuantizer, dequantize, quantize, round_inputs
+
+
+class FakeQuantized(nn.Module):
+    """A layer whose weight, (out, in) or (experts, out, in), is quantized in each forward pass."""
+
+    weight: Any  # nn.Parameter
+    weight_fake_quantizer: FakeQuantizer
+    adapted_by: ClassVar[Any]
+
+    def product(self, x: Tensor, bias: Tensor | None = None, ends: Tensor | None = None) -> Tensor:
+        """(..., in) -> (..., out); with ``ends``, see :class:`toolkit.models.moe.StackedLinear`."""
+        a, b, scaling = _adapters(self)
+        x = x.to(matmul_dtype(x))
+        product: Tensor = _Product.apply(x, self.weight, a, b, bias, ends, scaling, self.weight_fake_quantizer)
+        return product
+
+    @torch.no_grad()
+    def quantized_weight(self) -> Tensor:
+        """Return the weight that the layer computes with, in the parameter's dtype."""
+        a, b, scaling = _adapters(self)
+        return _quantized(self.weight, a, b, scaling, self.weight_fake_quantizer)[0].to(self.weight.dtype)
+
+
+class FakeQuantizedLinear(FakeQuantized, nn.Linear):
+    """A linear layer with a quantized weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in) -> (..., out)."""
+        return self.product(x, self.bias)
+
+
+class FakeQuantizedStackedLinear(FakeQuantized, StackedLinear):
+    """Stacked linear layers with quantized weights."""
+
+    def project(self, x: Tensor, ends: Tensor) -> Tensor:
+        """Return the output without the biases."""
+        return self.product(x, ends=ends)
+
+
+class LoRAFakeQuantizedLinear(LoRALinear):
+    """Adds adapters to :class:`FakeQuantizedLinear`."""
+
+    weight_fake_quantizer: FakeQuantizer
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in) -> (..., out)."""
+        return FakeQuantizedLinear.forward(self, x)  # type: ignore[arg-type]
+
+    def merged(self, weight: Tensor) -> Tensor:
+        """Return ``weight`` with the adapters merged as in the forward pass, in fp32."""
+        return _merge(weight, *self.adapter_factors(), self.scaling, self.weight_fake_quantizer.dtype)
+
+    def adapter_factors(self) -> tuple[Tensor, Tensor]:
+        """Return A, (R, in), and B, (out, R)."""
+        return self._factors()
+
+
+class LoRAFakeQuantizedStackedLinear(LoRAStackedLinear):
+    """Adds an adapter per expert to :class:`FakeQuantizedStackedLinear`."""
+
+    weight_fake_quantizer: FakeQuantizer
+
+    def forward(self, x: Tensor, ends: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """See :class:`toolkit.models.moe.StackedLinear`."""
+        return StackedLinear.forward(self, x, ends, tokens)  # type: ignore[arg-type]
+
+    def merged(self, weight: Tensor) -> Tensor:
+        """Return ``weight`` with the adapters merged as in the forward pass, in fp32."""
+        return _merge(weight, *self.adapter_factors(), self.scaling, self.weight_fake_quantizer.dtype)
+
+    def adapter_factors(self) -> tuple[Tensor, Tensor]:
+        """Return A, (experts, r, in), and B, (experts, out, r)."""
+        (adapter,) = self.adapters
+        return adapter.A, adapter.B
+
+
+FakeQuantizedLinear.adapted_by = LoRAFakeQuantizedLinear
+FakeQuantizedStackedLinear.adapted_by = LoRAFakeQuantizedStackedLinear
+QUANTIZED = (FakeQuantizedLinear, FakeQuantizedStackedLinear)
+"""The classes of a linear layer and of stacked ones."""
+
+
+def attach(model: GPT) -> None:
+    """Replace the linear layers of the blocks and of experts, except routers. Parameters and names stay.
+
+    Raises:
+        UserError: The groups do not divide the width of a layer.
+    """
+    quantizer = FakeQuantizer.of(model.config.qat or {})
+    for name, layer in quantized_layers(model):
+        hint = f"{name} has {layer.in_features} input features, which these groups do not divide; choose another size"
+        require_option(layer.in_features % quantizer.group_size == 0, "qat.group_size", quantizer.group_size, hint)
+        owner, _, own_name = name.rpartition(".")
+        new_class = QUANTIZED[isinstance(layer, StackedLinear)]
+        replace_linear(model.get_submodule(owner), own_name, new_class).weight_fake_quantizer = quantizer
+    model.note = describe(model.config)
+
+
+def describe(config: ModelConfig) -> str:
+    """Return how a model quantizes, as a part of a line."""
+    qat = config.qat or {}
+    *inputs, weights = qat["weights"].split("-")
+    inputs_text = f" and inputs rounded to {inputs[0]} per token" if inputs else ""
+    return f"linear layers compute with {weights} weights in groups of {qat['group_size']}{inputs_text}"
+
+
+def freeze(model: GPT) -> Fields | None:
+    """Replace the weights by their quantized values, with adapters merged. Returns what the model still quantizes."""
+    qat = model.config.qat or {}
+    *inputs, _ = qat["weights"].split("-")
+    for name, layer in [(name, layer) for name, layer in model.named_modules() if isinstance(layer, FakeQuantized)]:
+        weight = nn.Parameter(layer.quantized_weight(), requires_grad=layer.weight.requires_grad)
+        layer.weight_fake_quantizer = replace(layer.weight_fake_quantizer, bits=None)
+        owner, _, own_name = name.rpartition(".")
+        new_class = (QUANTIZED if inputs else (nn.Linear, StackedLinear))[isinstance(layer, StackedLinear)]
+        replace_linear(model.get_submodule(owner), own_name, new_class, weight)
+    return qat | {"weights": f"{inputs[0]}-none"} if inputs else None
+
+
+class _Product(torch.autograd.Function):
+    """x @ quantized weight. The backward pass quantizes again: the forward pass saves only inputs and parameters.
+
+    The gradient passes the rounding unchanged (straight-through), and is zero where a value is clipped, as torchao's.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        a: Tensor | None,
+        b: Tensor | None,
+        bias: Tensor | None,
+        ends: Tensor | None,
+        scaling: float,
+        quantizer: FakeQuantizer,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, a, b, ends)
+        ctx.scaling, ctx.quantizer = scaling, quantizer
+        dense, _ = _quantized(weight, a, b, scaling, quantizer)
+        inputs, dense = round_inputs(x)[0] if quantizer.rounds_inputs else x, dense.to(x.dtype)
+        if ends is None:
+            return F.linear(inputs, dense, None if bias is None else bias.to(x.dtype))
+        return grouped_product(inputs, dense.transpose(-2, -1), ends)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, a, b, ends = ctx.saved_tensors
+        needs_x, needs_weight, needs_adapters, _, needs_bias, *_ = ctx.needs_input_grad
+        dense, is_clipped = _quantized(weight, a, b, ctx.scaling, ctx.quantizer)
+        dense, grad_output = dense.to(x.dtype), grad_output.contiguous()
+        grad_x = grad_weight = grad_a = grad_b = grad_bias = None
+        inputs, is_input_clipped = round_inputs(x) if ctx.quantizer.rounds_inputs else (x, None)
+        if needs_x:
+            grad_x = grad_output @ dense if ends is None else grouped_product(grad_output, dense, ends)
+            grad_x = grad_x if is_input_clipped is None else grad_x.masked_fill(is_input_clipped, 0)
+        if needs_weight or needs_adapters:
+            if ends is None:
+                grad = grad_output.flatten(0, -2).t() @ inputs.flatten(0, -2)
+            else:
+                grad = grouped_outer_product(grad_output, inputs, ends)
+            grad = grad if is_clipped is None else grad.masked_fill(is_clipped, 0)
+            grad_weight = grad.to(weight.dtype) if needs_weight else None
+            if needs_adapters:
+                grad_a, grad_b = ctx.scaling * b.mT @ grad.float(), ctx.scaling * grad.float() @ a.mT
+        if needs_bias:
+            grad_bias = grad_output.flatten(0, -2).sum(0)
+        return grad_x, grad_weight, grad_a, grad_b, grad_bias, None, None, None
+
+
+def _adapters(layer: Any) -> tuple[Tensor | None, Tensor | None, float]:
+    """Return A, B and their scale; None without adapters."""
+    if not isinstance(layer, AdaptedLayer) or layer.adapters_off:
+        return None, None, 1.0
+    return *layer.adapter_factors(), layer.scaling  # type: ignore[operator]
+
+
+def _merge(weight: Tensor, a: Tensor, b: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
+    """Return weight + scaling * b @ a in fp32, with the values of ``dtype`` that a merged checkpoint has."""
+    product = torch.addmm if weight.ndim == 2 else torch.baddbmm
+    return product(weight.to(dtype).float(), b, a, alpha=scaling).to(dtype).float()
+
+
+def _quantized(
+    weight: Tensor, a: Tensor | None, b: Tensor | None, scaling: float, quantizer: FakeQuantizer
+) -> tuple[Tensor, Tensor | None]:
+    """Return the weight with quantized values, in fp32, and where it is clipped, both in the weight's shape."""
+    with torch.autocast(weight.device.type, enabled=False):
+        if a is not None and b is not None:
+            weight = _merge(weight, a, b, scaling, quantizer.dtype)
+        if quantizer.bits is None:
+            return weight, None
+        values, scale, is_clipped = quantize(weight.flatten(0, -2), quantizer)
+        return dequantize(values, scale).view_as(weight), is_clipped.view_as(weight)

@@ -1,0 +1,86 @@
+"""The options ``--qat.*``, and the functions of :class:`toolkit.models.quantizer.Quantizer`.
+
+Every run imports this module, which imports no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Literal, get_args
+
+from toolkit.errors import require_option
+from toolkit.extension import import_by_name
+from toolkit.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from toolkit.planning.run_args import RunArgs
+
+Weights = Literal["none", "int4", "int8", "int8-int4"]
+
+
+@dataclass(frozen=True)
+class QATArgs:
+    """Quantization-aware training: the linear layers of the blocks compute with quantized weights.
+
+    Args:
+        weights: int4 or int8: round the weights as an export with this format does. int8-int4: int4 weights, and inputs
+            rounded to int8 per token. none: do not round. Default: as the initial checkpoint was trained.
+        group_size: Weights of a row that share a scale.
+    """
+
+    weights: Weights | None = None
+    group_size: int = 32
+
+    def __post_init__(self) -> None:
+        choices = get_args(Weights)
+        hint = f"must be one of {', '.join(choices)}"
+        require_option(self.weights in (None, *choices), "qat.weights", self.weights, hint)
+        is_valid = type(self.group_size) is int and self.group_size > 1
+        require_option(is_valid, "qat.group_size", self.group_size, "must be 2 or more")
+        has_effect = self.weights not in (None, "none") or self.group_size == type(self).group_size
+        require_option(
+            has_effect, "qat.group_size", self.group_size, "has no effect without --qat.weights int4 or int8"
+        )
+
+
+_DTYPES = {"32-true": "float32", "16-mixed": "float16"}  # others compute in bfloat16
+
+
+def configure(args: RunArgs, precision: str, config: ModelConfig) -> ModelConfig:
+    """Return the architecture of a run with its quantization.
+
+    Raises:
+        UserError: An option is not supported, or the groups do not divide the width of a layer.
+    """
+    options: QATArgs = args.groups.get("qat", QATArgs())
+    qat = config.qat if options.weights is None else asdict(options)
+    if qat is None or qat["weights"] == "none":
+        return replace(config, qat=None)
+    lora = args.lora
+    for flag, is_set in {
+        f"--quantize {args.quantize}": args.quantize is not None,
+        f"--train.fp8 {args.train.fp8}": args.train.fp8 != "none",
+        f"--tensor_parallel_size {args.tensor_parallel_size}": args.tensor_parallel_size > 1,
+        f"--compiler {args.compiler}": args.compiler not in ("auto", "none", "torch"),
+        f"--strategy {args.strategy}": args.strategy not in ("auto", "single", "ddp", "fsdp"),
+        "--lora_dora true": lora is not None and lora.dora,
+        "--lora_dropout": lora is not None and lora.dropout > 0,
+        "a model from Python": args.module is not None,
+    }.items():
+        hint = f"is not supported with {flag}; remove one of them"
+        require_option(not is_set, "qat.weights", qat["weights"], hint)
+    from toolkit.models.gpt import model_on_meta
+
+    config = replace(config, qat=qat | {"dtype": _DTYPES.get(precision, "bfloat16")})
+    model_on_meta(config.with_vocab_size(64))  # raises if groups do not divide a width
+    return config
+
+
+__getattr__ = import_by_name(
+    __name__,
+    {
+        "attach": "toolkit_quantized.layers.attach",
+        "freeze": "toolkit_quantized.layers.freeze",
+        "make_packing": "toolkit_quantized.packing.Packing",
+    },
+)
