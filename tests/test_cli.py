@@ -220,7 +220,7 @@ def test_names_of_other_tools_get_a_hint(refusal):
         (["pretrain", "pico-llama", "--objective", "PPO"], ["no such class; reinforcement learning is not available"]),
         (
             ["convert_to_gguf", "x", "y", "--quantize", "q4"],
-            ["no such option; the types are --dtype F32", "llama-q"],
+            ["no such option; the types are those of --dtype", "llama-q"],
         ),
         (["pretrain", "--fsdp.state_dict_type", "local_state_dict"], ["use sharded"]),
         (["upload", "x"], ["--push_to_hub"]),

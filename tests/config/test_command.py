@@ -485,6 +485,7 @@ WORDS_OF_OTHER_TOOLS = {
     "pretrain --precision fp8": "use --train.fp8 tensorwise",
     "pretrain --precision float16": "use 16-mixed",
     "finetune_lora m --precision int8": "--quantize bnb.nf4",
+    "convert_to_gguf m f.gguf --dtype Q4_K_M": "llama-quantize makes it from a file of `toolkit convert_to_gguf",
     "pretrain --train.fp8 true": "use tensorwise or rowwise",
     "pretrain --optimizer.precondition_frequency 3": "set by --optimizer.options.precondition_frequency",
     "pretrain --train.max_tokens 1M": "a million as 1e6 (Stop at the step that reaches this many input tokens",

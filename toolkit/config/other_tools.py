@@ -26,7 +26,8 @@ lora_rank = lora_r
 use_rslora = lora_rslora true
 use_dora peft_use_dora = lora_dora true
 lora_plus loraplus use_loraplus = loraplus_lr_ratio
-outtype quantize = -out_path; the types are --dtype F32, F16, BF16 and Q8_0; llama-quantize makes smaller files of it
+outtype quantize = -out_path; the types are those of --dtype, such as Q8_0 and Q4_0; llama-quantize makes \
+others from an F16 file
 lora_r lora_alpha lora_dropout lora_query lora_key lora_value lora_projection lora_mlp lora_head \
 lora_experts lora_router lora_linear_attention lora_rslora lora_dora \
 loraplus_lr_ratio from_peft quantize = -; use `toolkit finetune_lora`, or lora=True in Python
@@ -170,6 +171,9 @@ head=none head=lm = leave --head out
 precision=fp8 precision=float8 = use --train.fp8 tensorwise or rowwise with --precision bf16-mixed
 precision=fp16 precision=float16 precision=half precision=16 = use 16-mixed
 precision=int8 precision=int4 precision=nf4 = use `toolkit finetune_lora --quantize bnb.nf4`
+dtype=q2_k dtype=q3_k_s dtype=q3_k_m dtype=q3_k_l dtype=q4_k dtype=q4_k_s dtype=q4_k_m dtype=q5_k dtype=q5_k_s \
+dtype=q5_k_m dtype=q6_k = llama.cpp's llama-quantize makes it from a file of `toolkit convert_to_gguf` \
+in F16, BF16 or F32
 train.fp8=true = use tensorwise or rowwise
 fsdp.state_dict_type=full_state_dict = use full
 fsdp.state_dict_type=sharded_state_dict = use sharded

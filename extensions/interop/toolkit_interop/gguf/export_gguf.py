@@ -35,26 +35,34 @@ def export_gguf(
 ) -> list[str]:
     """Write a new GGUF file atomically, with about one weight in memory at a time, and a Modelfile if there is none.
 
-    ``dtype`` is "F32", "F16", "BF16" or "Q8_0" (blocks of 32 values with one scale; rows of other lengths are F16).
+    ``dtype`` is that of the command. Where rows are not complete blocks of 32, Q8_0 stores F16, others are a UserError.
     ``merge`` merges adapters into ``base``, by default the base model recorded in training. Returns one-line notes.
     """
     try:
         import gguf
-    except ImportError as error:
-        raise UserError("convert_to_gguf: needs gguf; run: pip install 'gguf>=0.17'") from error
+
+        gguf.GGMLQuantizationType[dtype]
+    except (ImportError, KeyError) as error:  # 0.17 has no MXFP4
+        raise UserError("convert_to_gguf: needs gguf; run: pip install 'gguf>=0.18'") from error
     merged_dtype = torch.float32 if has_adapters_only(checkpoint_dir) else None  # rounded once
     config, weights = read_model(checkpoint_dir, merge, base, merged_dtype, is_text_model=True)
     architecture.require_supported(config, checkpoint_dir)
     _require_new_file(out_path)
     maps, tokenizer = complete_weight_map(config, weights), Tokenizer.load(checkpoint_dir, flag="checkpoint_dir")
     writer = gguf.GGUFWriter(None, architecture.ARCHITECTURES[config.family])
-    writer.add_file_type(gguf.LlamaFileType["ALL_F32" if dtype == "F32" else f"MOSTLY_{dtype}"])
+    # ALL_F32, MOSTLY_MXFP4_MOE, others MOSTLY_{dtype}
+    writer.add_file_type(next(kind for kind in gguf.LlamaFileType if f"_{dtype}" in kind.name))
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     architecture.add_architecture(writer, config)
     notes = add_vocabulary(writer, tokenizer, config)
     if (context := architecture.context_length(config)) < config.block_size:
         reason = f"llama.cpp has no sliding windows for {config.family}: the context is limited to the window"
         notes.append(f"note: {reason}, {context} of {config.block_size} tokens")
+    if config.qat:
+        reason = f"{dtype} rounds otherwise (Q4_0: signed maximum / -8, trained: largest magnitude / 7.5 for int4)"
+        if dtype.endswith(("32", "16")):
+            reason = "the weights before quantization"
+        notes.append(f"note: {reason}; the model was trained to compute with {config.qat['weights']}")
     meta = {name: torch.empty_like(tensor, device="meta") for name, tensor in weights.items()}
     shapes, tensors = (_to_gguf_names(config, maps, source) for source in (meta, weights))
 
@@ -156,17 +164,24 @@ def _convert_layout(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
 
 
 def _type_of(name: str, tensor: Tensor, dtype: str) -> str:
+    import gguf
+
     if tensor.ndim == 1 or any(part in name for part in _FLOAT32):
         return "F32"
-    return "F16" if dtype == "Q8_0" and tensor.shape[-1] % 32 else dtype
+    block, _ = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[dtype]]
+    if tensor.shape[-1] % block:
+        if dtype == "Q8_0":
+            return "F16"
+        raise UserError(f"--dtype {dtype}: {name} has rows of {tensor.shape[-1]}, not a multiple of {block}; use Q8_0")
+    # Embeddings lose more with fewer bits than other matrices.
+    return "Q8_0" if block > 1 and name.startswith(("token_embd.", "output.")) else dtype
 
 
 def _convert(tensor: Tensor, kind: str) -> Any:
     """Return the NumPy array to write."""
-    if kind == "Q8_0":
-        import gguf
+    import gguf
 
-        return gguf.quantize(tensor.float().contiguous().numpy(), gguf.GGMLQuantizationType.Q8_0)
     if kind == "BF16":
         return tensor.bfloat16().contiguous().view(torch.int16).numpy()
-    return (tensor.half() if kind == "F16" else tensor.float()).contiguous().numpy()
+    values = tensor.half() if kind == "F16" else tensor.float()
+    return gguf.quantize(values.contiguous().numpy(), gguf.GGMLQuantizationType[kind])
