@@ -1,17 +1,30 @@
 """--qat.weights in training: adapters, memory, what is saved, resumed and refused."""
 
+from itertools import chain
+from pathlib import Path
+from unittest import mock
+
 import pytest
 import torch
 from helpers.initialize import add_lora, initialize
+from helpers.small_runs import text_data, write_base, write_rows
+from safetensors.torch import load_file
+from toolkit_quantized import layers
+from toolkit_quantized.numbers import dequantize, quantize
+from toolkit_quantized.packing import pack_integers
 from torch import nn
 from torch.func import functional_call
 from torchao.quantization.qat import IntxFakeQuantizeConfig, IntxFakeQuantizer
 
+from toolkit.checkpoints.folder import load_model, read_model_config
+from toolkit.checkpoints.weights import load_weights
+from toolkit.cli import main
 from toolkit.models.config import ModelConfig
-from toolkit.models.gpt import GPT, build_model
+from toolkit.models.gpt import GPT, build_model, model_on_meta
 from toolkit.models.lora import is_adapter, without_adapters
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.models.lora_layers import AdaptedLayer
+from toolkit.models.quantize import quantized_layers
 
 INT4 = {"weights": "int4", "group_size": 16, "dtype": "float32"}
 SIZES = {"vocab_size": 128, "block_size": 32, "n_layer": 2, "n_embd": 64, "n_head": 4, "n_query_groups": 2}
@@ -99,3 +112,85 @@ def test_a_layer_saves_its_input_and_its_parameters(lora, kind):
         own = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
         nbytes = sum(tensor.nbytes for address, tensor in saved.items() if address not in own)
         assert nbytes == x.numel() * 2 + sum(argument.nbytes for argument in arguments), (layer, lora)
+
+
+BASIC = [
+    "--accelerator", "cpu", "--train.global_batch_size", "4", "--train.micro_batch_size", "2", "--train.max_seq_length",
+    "24", "--train.max_steps", "4", "--train.save_interval", "2", "--train.learning_rate", "1e-2", "--train.keep_last",
+    "0", "--eval.max_new_tokens", "0", "--eval.max_iters", "2", "--eval.interval", "4",
+]  # fmt: skip
+QUANTIZED = ["--qat.weights", "int4", "--qat.group_size", "16"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, corpus) -> Path:
+    """A base model of one block in fp32, and rows."""
+    folder = tmp_path_factory.mktemp("qat")
+    (folder / "base").mkdir()
+    (folder / "corpus").symlink_to(corpus)
+    write_base(folder / "base", corpus, n_layer=1)
+    write_rows(folder)
+    return folder
+
+
+def words(folder: Path, command: str, *own: str) -> list[str]:
+    """Return a command line; ``own`` options replace the basic ones."""
+    if command == "pretrain":
+        data = ["pretrain", "pico-llama", *text_data(folder / "corpus")]
+    else:
+        rows = ["--data", "JSON", "--data.json_path", str(folder / "rows.jsonl"), "--data.prompt_style", "plain"]
+        data = [command, str(folder / "base"), *rows]
+    pairs = dict(zip(BASIC[::2], BASIC[1::2], strict=True)) | dict(zip(own[::2], own[1::2], strict=True))
+    return [*data, *chain(*pairs.items())]
+
+
+def train(folder: Path, out: str, command: str, *own: str) -> Path:
+    assert main(words(folder, command, *own, "--out_dir", str(folder / out))) == 0
+    return folder / out
+
+
+@pytest.fixture(scope="module")
+def mixed(folder) -> Path:
+    """A run in bf16-mixed; the file ``computed`` has the integers and scales of its last forward pass, by layer."""
+    computed = []
+
+    def quantize_and_keep(weight, quantizer):
+        computed.append(quantize(weight, quantizer))
+        return computed[-1]
+
+    with mock.patch.object(layers, "quantize", quantize_and_keep):
+        run = train(folder, "mixed", "pretrain", "--precision", "bf16-mixed", *QUANTIZED)
+    n_layers = len(quantized_layers(model_on_meta(read_model_config(run / "final"))))
+    torch.save([part[:2] for part in computed[-n_layers:]], run / "computed")
+    return run
+
+
+def test_integers_of_training_are_those_of_inference_and_of_the_export(mixed, tmp_path):
+    """Trained in bf16-mixed, saved in fp32; the last pass is the final validation's."""
+    model = load_model(mixed / "final")
+    assert model.config.qat is None and model.lm_head.weight.dtype == torch.float32
+    computed = torch.load(mixed / "computed")
+    assert load_weights(mixed / "final")["transformer.h.0.attn.qkv.weight"].dtype == torch.float32
+    for (name, layer), (values, scale) in zip(quantized_layers(model), computed, strict=True):
+        assert torch.equal(layer.weight, dequantize(values, scale)), name
+    assert main(["convert_to_hf", str(mixed / "final"), str(tmp_path / "hf"), "--dtype", "bfloat16"]) == 0
+    exported = load_file(tmp_path / "hf" / "model.safetensors")
+    for i, (values, scale) in enumerate(computed):
+        layer, (attention, mlp) = i // 5, ("self_attn", "mlp")
+        parts = {0: [f"{attention}.{p}_proj" for p in "qkv"], 1: [f"{attention}.o_proj"]}
+        parts |= {2 + j: [f"{mlp}.{part}_proj"] for j, part in enumerate(("gate", "up", "down"))}
+        names = [f"model.layers.{layer}.{part}" for part in parts[i % 5]]
+        packed, scales = (torch.cat([exported[f"{n}.weight_{kind}"] for n in names]) for kind in ("packed", "scale"))
+        assert torch.equal(packed, pack_integers(values, 7)) and torch.equal(scales.float(), scale), names
+
+
+def test_without_it_a_checkpoint_has_no_trace_of_it(folder):
+    """Other files have times, or this option."""
+    plain, none = train(folder, "plain", "pretrain"), train(folder, "none", "pretrain", "--qat.weights", "none")
+    files = sorted(path.relative_to(plain) for path in (plain / "final").iterdir() if path.is_file())
+    different = {"hyperparameters.yaml", "COMPLETE", "state.pth"}
+    for file in files:
+        if file.name not in different:
+            assert (plain / file).read_bytes() == (none / file).read_bytes(), file
+    config = (plain / "final" / "model_config.yaml").read_text()
+    assert "qat" not in config and Path("final/lit_model.pth") in files
