@@ -1,11 +1,15 @@
 """--qat.weights in training: adapters, memory, what is saved, resumed and refused."""
 
+import shutil
+import sys
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+from helpers.compare_runs import require_same, rows_of
 from helpers.initialize import add_lora, initialize
 from helpers.small_runs import text_data, write_base, write_rows
 from safetensors.torch import load_file
@@ -16,9 +20,11 @@ from torch import nn
 from torch.func import functional_call
 from torchao.quantization.qat import IntxFakeQuantizeConfig, IntxFakeQuantizer
 
-from toolkit.checkpoints.folder import load_model, read_model_config
+import toolkit
+from toolkit.checkpoints.folder import load_model, read_model_config, write_model_config
 from toolkit.checkpoints.weights import load_weights
 from toolkit.cli import main
+from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT, build_model, model_on_meta
 from toolkit.models.lora import is_adapter, without_adapters
@@ -30,6 +36,7 @@ INT4 = {"weights": "int4", "group_size": 16, "dtype": "float32"}
 SIZES = {"vocab_size": 128, "block_size": 32, "n_layer": 2, "n_embd": 64, "n_head": 4, "n_query_groups": 2}
 EXPERTS = {"mlp_class_name": "LLaMAMoE", "n_expert": 4, "n_expert_per_token": 2, "moe_intermediate_size": 32}
 LORA = LoRAConfig(r=4, key=True, projection=True, mlp=True, experts=True)
+ONE = "transformer.h.0.attn.qkv.weight"
 IDS = torch.arange(48).view(2, 24) * 7 % 128
 
 
@@ -134,14 +141,12 @@ def folder(tmp_path_factory, corpus) -> Path:
 
 
 def words(folder: Path, command: str, *own: str) -> list[str]:
-    """Return a command line; ``own`` options replace the basic ones."""
-    if command == "pretrain":
-        data = ["pretrain", "pico-llama", *text_data(folder / "corpus")]
-    else:
-        rows = ["--data", "JSON", "--data.json_path", str(folder / "rows.jsonl"), "--data.prompt_style", "plain"]
-        data = [command, str(folder / "base"), *rows]
+    """Return a command line; ``command`` may have a model folder, ``own`` options replace the basic ones."""
+    command, model = f"{command} base".split()[:2]
+    rows = ["--data", "JSON", "--data.json_path", str(folder / "rows.jsonl"), "--data.prompt_style", "plain"]
+    data = ["pico-llama", *text_data(folder / "corpus")] if command == "pretrain" else [str(folder / model), *rows]
     pairs = dict(zip(BASIC[::2], BASIC[1::2], strict=True)) | dict(zip(own[::2], own[1::2], strict=True))
-    return [*data, *chain(*pairs.items())]
+    return [command, *data, *chain(*pairs.items())]
 
 
 def train(folder: Path, out: str, command: str, *own: str) -> Path:
@@ -194,3 +199,85 @@ def test_without_it_a_checkpoint_has_no_trace_of_it(folder):
             assert (plain / file).read_bytes() == (none / file).read_bytes(), file
     config = (plain / "final" / "model_config.yaml").read_text()
     assert "qat" not in config and Path("final/lit_model.pth") in files
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_merged_adapters_load_as_unmerged_ones_bit_for_bit(folder, precision):
+    """The base's file is fp32; the run's base weights are in its precision."""
+    adapted = ["--lora_mlp", "true", "--lora_projection", "true", "--lora_key", "true", "--precision", precision]
+    run = train(folder, f"lora-{precision}", "finetune_lora", *adapted, *QUANTIZED) / "final"
+    unmerged = load_model(run).state_dict()
+    assert main(["merge_lora", str(run)]) == 0
+    assert read_model_config(run).qat["dtype"] == {"32-true": "float32", "bf16-true": "bfloat16"}[precision]
+    assert not torch.equal(load_weights(run)[ONE], load_weights(folder / "base")[ONE])
+    merged_model = load_model(run).state_dict()
+    assert merged_model.keys() == unmerged.keys()
+    for name, weight in merged_model.items():
+        assert torch.equal(weight, unmerged[name]), name
+
+
+def test_s2_a_killed_run_continues_bit_for_bit_with_the_same_numbers_only(folder, mixed, refusal):
+    resumed = shutil.copytree(mixed, folder / "resumed")
+    shutil.rmtree(resumed / "final")
+    command = words(folder, "pretrain", "--precision", "bf16-mixed", "--resume", "auto", "--out_dir", str(resumed))
+    trained = f"{resumed}/step-00000002 was trained with"
+    others = {
+        f"--qat.weights int8: {trained} --qat.weights int4; ": ["--qat.weights", "int8", "--qat.group_size", "16"],
+        f"--qat.group_size 32: {trained} --qat.group_size 16; ": ["--qat.weights", "int4"],
+        f"--qat.weights: {trained} --qat.weights int4; ": ["--qat.weights", "none"],
+        f"--qat.weights: {trained} --qat.weights int4;": [],
+    }
+    for message, options in others.items():
+        line = refusal(*command, *options)
+        assert message in line, line
+    assert main([*command, *QUANTIZED]) == 0
+    require_same(resumed, mixed)
+
+
+def test_a_run_from_a_quantized_checkpoint_continues_to_quantize(folder, mixed):
+    """--qat.weights none stops it; the first validation is that of the weights before."""
+    options = ["--train.max_steps", "1", "--eval.initial_validation", "true"]
+    plain = shutil.copytree(mixed / "final", folder / "unquantized")
+    (plain / "COMPLETE").unlink()
+    config = read_model_config(plain)
+    write_model_config(replace(config, qat=None), plain / "model_config.yaml")
+    starts = {"continued": ["mixed/final"], "stopped": ["mixed/final", "--qat.weights", "none"], "plain": [plain.name]}
+    first = {}
+    for name, (start, *own) in starts.items():
+        run = train(folder, f"from-{name}", f"finetune_full {start}", *options, *own)
+        first[name] = float(rows_of(run)[0]["val_loss"])
+        qat = config.qat | {"dtype": "float32"} if name == "continued" else None
+        assert read_model_config(run / "final").qat == qat
+    assert first["stopped"] == first["plain"] != first["continued"]
+
+
+MISTAKES = {
+    "--quantize bnb.nf4": ["finetune_lora", "--quantize", "bnb.nf4"],
+    "--lora_dora true": ["finetune_lora", "--lora_dora", "true"],
+    "--lora_dropout 0.1": ["finetune_lora", "--lora_dropout", "0.1"],
+    "--train.fp8 tensorwise": ["pretrain", "--train.fp8", "tensorwise", "--precision", "bf16-mixed"],
+    "--tensor_parallel_size 2": ["pretrain", "--tensor_parallel_size", "2", "--devices", "2"],
+}
+
+
+def test_mistakes_are_one_line_before_data_is_read(folder, tmp_path, refusal, capsys, monkeypatch):
+    for text, (command, *options) in MISTAKES.items():
+        line = refusal(*words(folder, command, *options, *QUANTIZED, "--data.cache_dir", str(tmp_path / "cache")))
+        assert line.endswith(f"--qat.weights int4: is not supported with {text}; remove one of them\n"), line
+    cache = ["--data.cache_dir", str(tmp_path / "cache")]
+    line = refusal(*words(folder, "pretrain", *cache, "--qat.weights", "int8", "--qat.group_size", "24"))
+    assert "--qat.group_size 24: transformer.h.0.attn.qkv has 64 input features, which these groups do not" in line
+    line = refusal(*words(folder, "pretrain", *cache, "--qat.group_size", "16"))
+    assert line == "toolkit pretrain: --qat.group_size 16: has no effect without --qat.weights int4 or int8\n"
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    for name in [name for name in sys.modules if name.startswith("toolkit_quantized.")]:
+        monkeypatch.delitem(sys.modules, name)
+    line = refusal(*words(folder, "pretrain", *cache, *QUANTIZED))
+    assert line == "toolkit pretrain: --qat.weights: needs torchao; run: pip install 'torchao>=0.18'\n"
+    assert not (tmp_path / "cache").exists() and not Path("out").exists()
+
+
+def test_a_module_from_python_is_refused(pico, tmp_path):
+    rows = [torch.arange(9) % 100 for _ in range(8)]
+    with pytest.raises(UserError, match="qat.weights int4: is not supported with a model from Python; remove one"):
+        toolkit.train(pico, rows, qat={"weights": "int4"}, train={"max_steps": 1}, out_dir=str(tmp_path / "out"))

@@ -64,7 +64,7 @@ def configure(args: RunArgs, precision: str, config: ModelConfig) -> ModelConfig
         f"--compiler {args.compiler}": args.compiler not in ("auto", "none", "torch"),
         f"--strategy {args.strategy}": args.strategy not in ("auto", "single", "ddp", "fsdp"),
         "--lora_dora true": lora is not None and lora.dora,
-        "--lora_dropout": lora is not None and lora.dropout > 0,
+        f"--lora_dropout {lora and lora.dropout}": lora is not None and lora.dropout > 0,
         "a model from Python": args.module is not None,
     }.items():
         hint = f"is not supported with {flag}; remove one of them"
