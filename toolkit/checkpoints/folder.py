@@ -22,7 +22,14 @@ from toolkit.checkpoints.find import find_checkpoint_dir as find_checkpoint_dir
 from toolkit.checkpoints.importers import convert_weights, import_config
 from toolkit.checkpoints.manifest import EDITABLE, TRAINER_STATE, require_intact
 from toolkit.checkpoints.store import WEIGHTS
-from toolkit.checkpoints.weights import Tensors, load_weights, require_compatible, resolve_weight_dtype, save_weights
+from toolkit.checkpoints.weights import (
+    Tensors,
+    exact_dtype,
+    load_weights,
+    require_compatible,
+    resolve_weight_dtype,
+    save_weights,
+)
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError, notice, one_line
 from toolkit.extension import missing_message, registered
@@ -135,9 +142,9 @@ def load_model(
     if tied := model.config.tie_embeddings:
         del weights[_HEAD]
     is_quantized = model.config.qat is not None and not ignores_merged
+    loaded = exact_dtype(weights, model.config) if is_quantized else dtype
     for name in weights:
-        to_dtype = None if is_quantized else resolve_weight_dtype(name, dtype)
-        weights[name] = weights[name].to(device=device, dtype=to_dtype)
+        weights[name] = weights[name].to(device=device, dtype=resolve_weight_dtype(name, loaded))
     weights |= {name: tensor.to(device) for name, tensor in adapters.items()}
     model.load_state_dict(weights, strict=not tied, assign=True)
     model.tie_weights()

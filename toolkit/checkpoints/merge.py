@@ -21,7 +21,7 @@ from toolkit.checkpoints.folder import (
 from toolkit.checkpoints.manifest import read_manifest
 from toolkit.checkpoints.scratch import mmap_copy
 from toolkit.checkpoints.store import MTP, WEIGHTS, require_new_folder, write_file, write_model_folder
-from toolkit.checkpoints.weights import resolve_weight_dtype
+from toolkit.checkpoints.weights import exact_dtype, resolve_weight_dtype
 from toolkit.data.tokenizer import FILE_PATTERNS
 from toolkit.errors import UserError
 from toolkit.io.atomic import link_or_copy
@@ -37,7 +37,7 @@ class MergedWeights(Mapping[str, Tensor]):
     Args:
         folder: Adapter checkpoint.
         base_checkpoint_dir: See :func:`toolkit.checkpoints.adapters.read_adapter`.
-        dtype: Dtype of the merged weights; by default the base weight's.
+        dtype: Dtype of the merged weights; by default the base weight's, or what quantized weights need.
 
     ``config`` is the merged model's architecture: untied if the head has adapters.
     """
@@ -45,11 +45,11 @@ class MergedWeights(Mapping[str, Tensor]):
     def __init__(
         self, folder: Path, base_checkpoint_dir: str | Path | None = None, dtype: torch.dtype | None = None
     ) -> None:
-        self._dtype = dtype
         self.info: AdapterInfo = read_adapter(folder, base_checkpoint_dir)
         self.config = read_adapted_config(folder, self.info.base)
         model = adapted_on_meta(self.config, self.info.lora)
         self._weights = load_compatible_weights(self.info.base, model)
+        self._dtype = dtype or exact_dtype(self._weights, self.config)
         adapters = load_adapters(folder, model)
         if self.config.head is not None:
             self._weights[SCORE] = adapters[TRAINED_SCORE]

@@ -15,6 +15,7 @@ from toolkit.checkpoints.torch_zip import DAMAGED, ZIP_MAGIC, describe_load_erro
 from toolkit.distributed.names import canonical_name
 from toolkit.errors import UserError, join_first
 from toolkit.io.safe_parse import open_regular
+from toolkit.models.config import ModelConfig
 
 Tensors = dict[str, Tensor]
 """Tensors by name."""
@@ -107,6 +108,13 @@ def _detach(weights: Tensors) -> Tensors:
             tensor = copies.setdefault(key, tensor.clone(memory_format=torch.contiguous_format))
         weights[name] = tensor
     return weights
+
+
+def exact_dtype(weights: Mapping[str, Tensor], config: ModelConfig) -> torch.dtype | None:
+    """Return the dtype that a model's weights need for the quantized values of training; None: their own."""
+    if config.qat is None:
+        return None
+    return torch.promote_types(weights["transformer.wte.weight"].dtype, getattr(torch, config.qat["dtype"]))
 
 
 def resolve_weight_dtype(name: str, dtype: torch.dtype | None) -> torch.dtype | None:

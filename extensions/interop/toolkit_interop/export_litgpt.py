@@ -1,18 +1,19 @@
 """Export to LitGPT: a folder with the weights, ``model_config.yaml`` and tokenizer files of LitGPT 0.5.13 (M2)."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
 
 from toolkit.checkpoints.finite import write_weights
 from toolkit.checkpoints.folder import CONFIG
-from toolkit.checkpoints.hf.export_hf import read_model, write_config
-from toolkit.checkpoints.merge import MergedWeights, copy_files
+from toolkit.checkpoints.hf.export_hf import make_packing, read_model, write_config
+from toolkit.checkpoints.merge import copy_files
 from toolkit.checkpoints.scratch import mmap_copy
 from toolkit.checkpoints.store import WEIGHTS, require_new_folder, write_model_folder
 from toolkit.data.tokenizer import FILE_PATTERNS, Tokenizer
-from toolkit.errors import UserError
+from toolkit.errors import UserError, notice
 from toolkit.io.safe_parse import write_yaml
 from toolkit.models.config import Fields, ModelConfig
 from toolkit.models.families import FAMILIES
@@ -43,6 +44,8 @@ def export_litgpt(
 ) -> None:
     """Write a new folder for LitGPT atomically, which is also a checkpoint folder of toolkit.
 
+    A model that was trained with quantized weights gets their values.
+
     ``merge`` merges adapters into ``base_checkpoint_dir``, by default the base model recorded in training.
 
     Raises:
@@ -50,6 +53,11 @@ def export_litgpt(
     """
     require_new_folder(out_dir)
     config, weights = read_model(checkpoint_dir, merge, base_checkpoint_dir, None, is_text_model=True)
+    if config.qat is not None:
+        packing = make_packing(config, "dense", weights["transformer.wte.weight"].dtype)
+        assert packing is not None
+        notice(packing.note)
+        config, weights = replace(config, qat=None), packing.dense(weights)
     try:
         values = litgpt_config(config)
     except UserError as error:
@@ -63,7 +71,7 @@ def export_litgpt(
             if ".mlp.experts." in name:
                 for i, expert in enumerate(tensor):
                     yield name.replace(".experts.", f".experts.{i}."), mmap_copy(expert, path)
-            elif isinstance(weights, MergedWeights) or (name == "lm_head.weight" and config.tie_embeddings):
+            elif not isinstance(weights, dict) or (name == "lm_head.weight" and config.tie_embeddings):
                 yield name, mmap_copy(tensor, path)  # LitGPT does not tie weights
             else:
                 yield name, tensor

@@ -34,7 +34,7 @@ from toolkit.models.context_parallel import ContextGroup
 from toolkit.models.families import get_config
 from toolkit.models.flops import count_parameters
 from toolkit.models.fp8 import convert_to_fp8
-from toolkit.models.gpt import GPT, model_on_meta
+from toolkit.models.gpt import GPT, build_model, model_on_meta
 from toolkit.models.head import Head
 from toolkit.models.lora import adapted_on_meta, is_adapter
 from toolkit.models.lora_config import LoRAConfig
@@ -126,7 +126,7 @@ def build_on_meta(setup: MemoryInputs) -> GPT:
 
 def build(setup: MemoryInputs) -> GPT:
     """Return the initialized model of a setup."""
-    model = GPT(setup.config)
+    model = build_model(setup.config)
     if setup.lora is not None:
         add_lora(model, setup.lora)
     for name, parameter in model.named_parameters():
@@ -368,6 +368,28 @@ def test_the_peak_of_a_micro_batch_is_the_counted_one(case):
     peaks["backward"] = max(size for _, size in step.backward)
     assert max(peaks.values()) == pytest.approx(live.peak, rel=0.01)
     assert peaks[where] == max(peaks.values())
+
+
+QUANTIZED = [("llama", "full", "bf16-mixed"), ("experts", "lora all", "bf16-true"), ("llama", "lora all", "32-true")]
+
+
+@pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")
+@pytest.mark.parametrize("case", slow_except(QUANTIZED[:1], QUANTIZED), ids=lambda case: "-".join(case))
+def test_quantized_weights_are_counted_where_they_are_computed(case):
+    """They are not saved, and at the peak one layer's exists."""
+    family, lora, precision = case
+    setup = setup_of(family, precision, replace(lora_of(family, lora), dropout=0.0) if lora != "full" else None)
+    qat = {"weights": "int8-int4", "group_size": 32, "dtype": "float32" if precision == "32-true" else "bfloat16"}
+    setup = replace(setup, config=replace(setup.config, qat=qat), micro_batch_size=8)
+    memory, model = plan_memory(setup), build(setup).train()
+    print(memory.activations + memory.cast_weights, saved_bytes(setup))
+    with LiveBytes(model.parameters()) as live:
+        loss_of(model, setup).backward()
+    step = step_memory(setup)
+    peak = max(step.saved + step.casts + step.head, step.forward, step.end, *(size for _, size in step.backward))
+    print(peak, live.peak)
+    assert memory.activations + memory.cast_weights == pytest.approx(saved_bytes(setup), rel=0.02)
+    assert peak == pytest.approx(live.peak, rel=0.02)
 
 
 def test_a_new_layer_is_planned(monkeypatch):

@@ -32,6 +32,7 @@ LARGE = replace(get_config("Llama-3.1-405B"), n_layer=5)
 SMALL_VOCABULARY = replace(get_config("Llama-3-8B"), n_layer=16, vocab_size=32000, padded_vocab_size=32000)
 STUDENT, TEACHER = replace(LLAMA, n_layer=2), replace(get_config("Llama-3-70B"), n_layer=4)
 LONG = replace(get_config("Llama-3.1-8B"), n_layer=4)
+QAT = {"weights": "int4", "group_size": 32, "dtype": "bfloat16"}
 FULL, SINGLE, DDP = ("FULL_SHARD", Layout(shard=8)), ("single", Layout()), ("ddp", Layout(replicate=8))
 CASES = {
     "full": (*FULL, {}),
@@ -129,6 +130,9 @@ CASES = {
     "offloaded, one device": ("FULL_SHARD", Layout(), {"offloads": True}),
     "fp8": (*FULL, {"fp8": "tensorwise"}),
     "fp8, rows": (*FULL, {"fp8": "rowwise", "activation_checkpointing": "none"}),
+    "quantized": (*FULL, {"config": replace(LLAMA, qat=QAT)}),
+    "quantized, one device": (*SINGLE, {"config": replace(LLAMA, qat=QAT), "precision": "32-true"}),
+    "quantized, adapters": (*FULL, {"config": replace(LLAMA, qat=QAT), "precision": "bf16-true", "lora": LoRAConfig()}),
     "bf16 residual stream": (*SINGLE, {"residual_dtype": "bf16", "activation_checkpointing": "none"}),
     "stages, bf16 residual stream": (
         "FULL_SHARD",

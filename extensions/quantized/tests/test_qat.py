@@ -22,11 +22,11 @@ from torchao.quantization.qat import IntxFakeQuantizeConfig, IntxFakeQuantizer
 
 import toolkit
 from toolkit.checkpoints.folder import load_model, read_model_config, write_model_config
-from toolkit.checkpoints.weights import load_weights
+from toolkit.checkpoints.weights import load_weights, save_weights
 from toolkit.cli import main
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
-from toolkit.models.gpt import GPT, build_model, model_on_meta
+from toolkit.models.gpt import GPT, build_model
 from toolkit.models.lora import is_adapter, without_adapters
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.models.lora_layers import AdaptedLayer
@@ -135,7 +135,9 @@ def folder(tmp_path_factory, corpus) -> Path:
     folder = tmp_path_factory.mktemp("qat")
     (folder / "base").mkdir()
     (folder / "corpus").symlink_to(corpus)
-    write_base(folder / "base", corpus, n_layer=1)
+    base = write_base(folder / "base", corpus, n_layer=1)
+    halves = {name: weight.bfloat16() for name, weight in load_weights(base).items()}
+    save_weights(halves, shutil.copytree(base, folder / "base-bf16") / "lit_model.pth")
     write_rows(folder)
     return folder
 
@@ -154,30 +156,42 @@ def train(folder: Path, out: str, command: str, *own: str) -> Path:
     return folder / out
 
 
-@pytest.fixture(scope="module")
-def mixed(folder) -> Path:
-    """A run in bf16-mixed; the file ``computed`` has the integers and scales of its last forward pass, by layer."""
-    computed = []
+def train_and_record(folder: Path, out: str, command: str, *own: str) -> tuple[Path, list[tuple]]:
+    """Also return the integers and scales of the last forward pass by layer, which is the final validation's."""
+    computed: list[tuple] = []
 
     def quantize_and_keep(weight, quantizer):
         computed.append(quantize(weight, quantizer))
         return computed[-1]
 
     with mock.patch.object(layers, "quantize", quantize_and_keep):
-        run = train(folder, "mixed", "pretrain", "--precision", "bf16-mixed", *QUANTIZED)
-    n_layers = len(quantized_layers(model_on_meta(read_model_config(run / "final"))))
-    torch.save([part[:2] for part in computed[-n_layers:]], run / "computed")
-    return run
+        run = train(folder, out, command, *own)
+    n_layers = 5 * read_model_config(run / "final").n_layer
+    return run, [(values, scale) for values, scale, _ in computed[-n_layers:]]
 
 
-def test_integers_of_training_are_those_of_inference_and_of_the_export(mixed, tmp_path):
-    """Trained in bf16-mixed, saved in fp32; the last pass is the final validation's."""
-    model = load_model(mixed / "final")
-    assert model.config.qat is None and model.lm_head.weight.dtype == torch.float32
-    computed = torch.load(mixed / "computed")
-    assert load_weights(mixed / "final")["transformer.h.0.attn.qkv.weight"].dtype == torch.float32
+@pytest.fixture(scope="module")
+def recorded(folder) -> tuple[Path, list[tuple]]:
+    return train_and_record(folder, "mixed", "pretrain", "--precision", "bf16-mixed", *QUANTIZED)
+
+
+@pytest.fixture(scope="module")
+def mixed(recorded) -> Path:
+    return recorded[0]
+
+
+def assert_computed(model: GPT, computed: list[tuple]) -> None:
+    """Compare a loaded model's weights with integers and scales of training bit for bit."""
     for (name, layer), (values, scale) in zip(quantized_layers(model), computed, strict=True):
         assert torch.equal(layer.weight, dequantize(values, scale)), name
+
+
+def test_integers_of_training_are_those_of_inference_and_of_the_export(recorded, tmp_path):
+    """Trained in bf16-mixed, saved in fp32."""
+    mixed, computed = recorded
+    model = load_model(mixed / "final")
+    assert model.config.qat is None and load_weights(mixed / "final")[ONE].dtype == torch.float32
+    assert_computed(model, computed)
     assert main(["convert_to_hf", str(mixed / "final"), str(tmp_path / "hf"), "--dtype", "bfloat16"]) == 0
     exported = load_file(tmp_path / "hf" / "model.safetensors")
     for i, (values, scale) in enumerate(computed):
@@ -201,19 +215,24 @@ def test_without_it_a_checkpoint_has_no_trace_of_it(folder):
     assert "qat" not in config and Path("final/lit_model.pth") in files
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-def test_merged_adapters_load_as_unmerged_ones_bit_for_bit(folder, precision):
-    """The base's file is fp32; the run's base weights are in its precision."""
+@pytest.mark.parametrize(
+    ("base", "precision"),
+    [("base", "bf16-true"), ("base-bf16", "32-true"), pytest.param("base", "32-true", marks=pytest.mark.slow)],
+)
+def test_merged_adapters_load_as_unmerged_ones_and_as_trained_bit_for_bit(folder, base, precision):
+    """Whatever the dtypes of the base's file and of the run."""
     adapted = ["--lora_mlp", "true", "--lora_projection", "true", "--lora_key", "true", "--precision", precision]
-    run = train(folder, f"lora-{precision}", "finetune_lora", *adapted, *QUANTIZED) / "final"
-    unmerged = load_model(run).state_dict()
-    assert main(["merge_lora", str(run)]) == 0
-    assert read_model_config(run).qat["dtype"] == {"32-true": "float32", "bf16-true": "bfloat16"}[precision]
-    assert not torch.equal(load_weights(run)[ONE], load_weights(folder / "base")[ONE])
-    merged_model = load_model(run).state_dict()
-    assert merged_model.keys() == unmerged.keys()
-    for name, weight in merged_model.items():
-        assert torch.equal(weight, unmerged[name]), name
+    run, computed = train_and_record(folder, f"lora-{base}", f"finetune_lora {base}", *adapted, *QUANTIZED)
+    unmerged = load_model(run / "final")
+    if precision == "32-true":
+        assert_computed(unmerged, computed)
+    assert main(["merge_lora", str(run / "final")]) == 0
+    assert read_model_config(run / "final").qat["dtype"] == ("float32" if precision == "32-true" else "bfloat16")
+    assert not torch.equal(load_weights(run / "final")[ONE].float(), load_weights(folder / base)[ONE].float())
+    merged_weights = load_model(run / "final").state_dict()
+    assert merged_weights.keys() == unmerged.state_dict().keys()
+    for name, weight in merged_weights.items():
+        assert torch.equal(weight, unmerged.state_dict()[name]), name
 
 
 def test_s2_a_killed_run_continues_bit_for_bit_with_the_same_numbers_only(folder, mixed, refusal):

@@ -159,7 +159,8 @@ class _Product(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight, a, b, ends)
         ctx.scaling, ctx.quantizer = scaling, quantizer
-        dense, _ = _quantized(weight, a, b, scaling, quantizer)
+        with torch.autocast(x.device.type, enabled=False):  # it is off in the backward pass
+            dense, _ = _quantized(weight, a, b, scaling, quantizer)
         inputs, dense = round_inputs(x)[0] if quantizer.rounds_inputs else x, dense.to(x.dtype)
         if ends is None:
             return F.linear(inputs, dense, None if bias is None else bias.to(x.dtype))
@@ -207,10 +208,9 @@ def _quantized(
     weight: Tensor, a: Tensor | None, b: Tensor | None, scaling: float, quantizer: FakeQuantizer
 ) -> tuple[Tensor, Tensor | None]:
     """Return the weight with quantized values, in fp32, and where it is clipped, both in the weight's shape."""
-    with torch.autocast(weight.device.type, enabled=False):
-        if a is not None and b is not None:
-            weight = _merge(weight, a, b, scaling, quantizer.dtype)
-        if quantizer.bits is None:
-            return weight, None
-        values, scale, is_clipped = quantize(weight.flatten(0, -2), quantizer)
-        return dequantize(values, scale).view_as(weight), is_clipped.view_as(weight)
+    if a is not None and b is not None:
+        weight = _merge(weight, a, b, scaling, quantizer.dtype)
+    if quantizer.bits is None:
+        return weight, None
+    values, scale, is_clipped = quantize(weight.flatten(0, -2), quantizer)
+    return dequantize(values, scale).view_as(weight), is_clipped.view_as(weight)

@@ -22,7 +22,7 @@ from toolkit.checkpoints.merge import copy_files
 from toolkit.checkpoints.store import WEIGHTS, require_new_folder, write_folder
 from toolkit.checkpoints.weights import Tensors
 from toolkit.data.tokenizer import FILE_PATTERNS, Tokenizer
-from toolkit.errors import UserError
+from toolkit.errors import UserError, notice
 from toolkit.io.safe_parse import read_json_object
 from toolkit.models.families import MULTIMODAL
 from toolkit.models.families.hf_heads import task_of
@@ -77,6 +77,10 @@ def export_peft(
     info, config = read_adapter_info(checkpoint_dir), replace(read_model_config(checkpoint_dir), tie_embeddings=False)
     if is_checked := base_checkpoint_dir is not None or (info.base / WEIGHTS).exists():
         info = read_adapter(checkpoint_dir, base_checkpoint_dir)
+    if config.qat is not None:
+        notice(
+            f"note: the adapters were trained to compute with {config.qat['weights']} weights; peft does not quantize"
+        )
     model = adapted_on_meta(config, info.lora)
     adapters = load_adapters(checkpoint_dir, model)
     model.load_state_dict(adapters, strict=False, assign=True)
