@@ -60,7 +60,7 @@ def quantize(weight: Tensor, quantizer: FakeQuantizer) -> tuple[Tensor, Tensor, 
         exact, MappingType.SYMMETRIC, block, torch.int8, low, high, torch.finfo(quantizer.dtype).smallest_normal,
         quantizer.dtype, torch.int32,
     )  # fmt: skip
-    scale = scale.float()  # its reciprocal in bf16 would move int8 values by half a step
+    scale = scale.float().view(len(exact), -1)  # its reciprocal in bf16 would move int8 values by half a step
     values = quantize_affine(exact, block, scale, zero, torch.int8, low, high)
     groups = exact.unflatten(-1, (-1, quantizer.group_size))
     is_clipped = (groups * (1.0 / scale).unsqueeze(-1)).round() > high  # as quantize_affine rounds

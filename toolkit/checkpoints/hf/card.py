@@ -26,7 +26,12 @@ _FOLDERS = re.compile(r"(?<![^\s:=,;'\"(\[])~?/(?:[^\s/]+/)*(?=[^\s/])")  # of a
 
 
 def write_model_card(
-    path: Path, config: ModelConfig, checkpoint_dir: Path, has_tokenizer: bool, is_adapter: bool = False
+    path: Path,
+    config: ModelConfig,
+    checkpoint_dir: Path,
+    has_tokenizer: bool,
+    is_adapter: bool = False,
+    quantization: str = "",
 ) -> None:
     """Write README.md for a Hugging Face or peft folder that was exported from ``checkpoint_dir``.
 
@@ -44,6 +49,7 @@ def write_model_card(
     parameters = sum(p.numel() for p in model_on_meta(config).parameters())
     rows = {
         "Parameters": f"{parameters:,} ({config.n_layer} layers, width {config.n_embd})",
+        "Quantization": quantization,
         "Context": f"{config.block_size:,} tokens",
         "Base model": base,
         **_describe_run(checkpoint_dir, settings),

@@ -70,8 +70,11 @@ def export_hf(
     base = weights.info.base if isinstance(weights, MergedWeights) else None
     folder_dtype = dtype or weights["transformer.wte.weight"].dtype
     packing = make_packing(config, quantize, folder_dtype)
-    if packing is not None:
-        notice(packing.note)
+    quantization = "" if packing is None else packing.note
+    if packing is None and config.qat is not None:
+        quantization = f"weights before quantization, of a model trained to compute with {config.qat['weights']}"
+    if quantization:
+        notice(f"note: {quantization}")
     if packing is not None and quantize == "dense":
         weights, packing = packing.dense(weights), None
     mtp, mtp_keys = read_mtp(base or checkpoint_dir, config)
@@ -92,7 +95,8 @@ def export_hf(
         ids = _token_ids(checkpoint_dir, base, config, tokenizer)
         keys = mtp_keys if packing is None else mtp_keys | {"quantization_config": packing.config}
         _write_config_files(folder, config, ids, folder_dtype, keys)
-        write_model_card(folder / "README.md", config, checkpoint_dir, tokenizer is not None)
+        has_tokenizer = tokenizer is not None
+        write_model_card(folder / "README.md", config, checkpoint_dir, has_tokenizer, quantization=quantization)
         write_sums(folder)
         if check is not None:
             check(folder)
@@ -102,11 +106,8 @@ def export_hf(
 
 def make_packing(config: ModelConfig, quantize: str | None, dtype: torch.dtype) -> Packing | None:
     """Return how to quantize an export of ``dtype``, see :func:`export_hf`; None for weights before quantization."""
-    trained = (config.qat or {}).get("weights")
-    kind = quantize or trained
-    if kind in (None, "none"):
-        if trained is not None:
-            notice(f"note: the weights before quantization; the model was trained to compute with {trained}")
+    kind = quantize or (config.qat or {}).get("weights", "none")
+    if kind == "none":
         return None
     packing: Packing = require_single("quantizer", f"--quantize {kind}").make_packing(config, kind, dtype)
     return packing
@@ -231,7 +232,8 @@ def _write_weights(
     pack = iter if packing is None else packing.pack
     maps = complete_weight_map(config, weights)
     # The header precedes the tensors: convert on the meta device first to get shapes and dtypes.
-    meta = {name: torch.empty_like(t, device="meta", dtype=dtype) for name, t in weights.items()}
+    dtypes = {name: resolve_weight_dtype(name, dtype) for name in weights}
+    meta = {name: torch.empty_like(t, device="meta", dtype=dtypes[name]) for name, t in weights.items()}
     shards = list(_split(chain(pack(to_hf_names(maps, meta)), mtp.items())))
     n = len(shards)
     files = [SINGLE] if n == 1 else [f"model-{i:05d}-of-{n:05d}.safetensors" for i in range(1, n + 1)]

@@ -146,10 +146,12 @@ def read_hf_config(hf_dir: Path, name: str) -> ModelConfig:
     values = read_json_object(hf_dir / CONFIG)
     if (quantization := values.get("quantization_config")) and quantized_bits(values) is None:
         method = quantization.get("quant_method", quantization) if isinstance(quantization, dict) else quantization
+        is_packed = method == "compressed-tensors"  # has no dequantize() in transformers
+        load = "load it with CompressedTensorsConfig(dequantize=True)" if is_packed else "load it, dequantize()"
         raise UserError(
             f"{hf_dir / CONFIG}: quantization_config: weights quantized by {method!r} are not supported, only 'mxfp4', "
-            "and 'fp8' with a weight_block_size; get the 16-bit model, or convert it with transformers: load it, "
-            "dequantize(), save_pretrained()"
+            "and 'fp8' with a weight_block_size; get the 16-bit model, or convert it with transformers: "
+            f"{load}, save_pretrained()"
         )
     try:
         config = config_from_hf(values)
