@@ -152,7 +152,7 @@ class _Dense(Mapping[str, Tensor]):
 
 
 def pack_integers(values: Tensor, largest: int) -> Tensor:
-    """Pack integers, (out, in) int8, into (out, n) int32: the first in the lowest bits, plus ``largest + 1``."""
+    """Pack integers, (out, in), into (out, n) int32: the first in the lowest bits, plus ``largest + 1``."""
     unsigned = (values.short() + largest + 1).to(torch.uint8)
     if largest == 7:
         unsigned = F.pad(unsigned, (0, -unsigned.size(1) % 2))
