@@ -1,4 +1,4 @@
-"""Integers and scales of quantized weights, as torchao computes them: the same in training, in files and in inference."""
+"""Integers and scales of quantized weights, equal to torchao's: the same in training, in files and in inference."""
 
 from __future__ import annotations
 
