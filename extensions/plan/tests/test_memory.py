@@ -382,12 +382,10 @@ def test_quantized_weights_are_counted_where_they_are_computed(case):
     qat = {"weights": "int8-int4", "group_size": 32, "dtype": "float32" if precision == "32-true" else "bfloat16"}
     setup = replace(setup, config=replace(setup.config, qat=qat), micro_batch_size=8)
     memory, model = plan_memory(setup), build(setup).train()
-    print(memory.activations + memory.cast_weights, saved_bytes(setup))
     with LiveBytes(model.parameters()) as live:
         loss_of(model, setup).backward()
     step = step_memory(setup)
     peak = max(step.saved + step.casts + step.head, step.forward, step.end, *(size for _, size in step.backward))
-    print(peak, live.peak)
     assert memory.activations + memory.cast_weights == pytest.approx(saved_bytes(setup), rel=0.02)
     assert peak == pytest.approx(live.peak, rel=0.02)
 

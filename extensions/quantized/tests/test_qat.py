@@ -1,5 +1,7 @@
 """--qat.weights in training: adapters, memory, what is saved, resumed and refused."""
 
+import json
+import math
 import shutil
 import sys
 from dataclasses import replace
@@ -9,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers.compare_runs import require_same, rows_of
+from helpers.compare_runs import losses, require_same, rows_of
 from helpers.initialize import add_lora, initialize
 from helpers.small_runs import text_data, write_base, write_rows
 from safetensors.torch import load_file
@@ -300,3 +302,67 @@ def test_a_module_from_python_is_refused(pico, tmp_path):
     rows = [torch.arange(9) % 100 for _ in range(8)]
     with pytest.raises(UserError, match="qat.weights int4: is not supported with a model from Python; remove one"):
         toolkit.train(pico, rows, qat={"weights": "int4"}, train={"max_steps": 1}, out_dir=str(tmp_path / "out"))
+
+
+SHORT = ["--train.max_steps", "2", "--precision", "bf16-mixed"]
+
+
+@pytest.mark.slow
+def test_objectives_compute_with_quantized_weights(folder, mixed, tmp_path):
+    """The reference of DPO, a teacher and a model with a score layer; text is sampled during training."""
+    rows = [{"prompt": f"number {i}", "chosen": "nice " * (1 + i % 3), "rejected": f"bad {i}"} for i in range(12)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pairs = ["--data", "Preference", "--data.json_path", str(tmp_path / "pairs.jsonl"), "--data.prompt_style", "plain"]
+    preference = ["finetune_lora", str(mixed / "final"), *pairs, *BASIC, *SHORT, "--train.max_seq_length", "64"]
+    assert main([*preference, "--objective", "DPO", "--out_dir", str(folder / "dpo")]) == 0
+    assert losses(folder / "dpo")[0] == pytest.approx(math.log(2), rel=1e-6)  # the model is its reference
+    teacher = train(folder, "teacher", "pretrain", *QUANTIZED, "--train.max_steps", "1") / "final"
+    distill = ["--objective", "Distillation", "--objective.teacher_dir", str(teacher), "--eval.max_new_tokens"]
+    divergences = [
+        float(
+            rows_of(train(folder, f"distill-{kind}", "finetune_full teacher/final", *distill, "2", *own))[0][
+                "divergence"
+            ]
+        )
+        for kind, own in (("int4", QUANTIZED), ("none", ["--qat.weights", "none"]))
+    ]
+    assert divergences[0] < divergences[1]  # not zero: the student's padded vocabulary counts
+    texts = [{"text": f"{'good' if i % 2 else 'bad'} {i}", "label": i % 2} for i in range(20)]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
+    data = ["--data", "Classification", "--data.path", str(tmp_path / "texts.jsonl"), "--head", "classification"]
+    classify = ["finetune_lora", str(mixed / "final"), *data, *BASIC, *SHORT]
+    assert main([*classify, "--out_dir", str(folder / "head")]) == 0
+    assert read_model_config(folder / "head" / "final").qat["weights"] == "int4"
+    assert main(["classify", str(folder / "head" / "final"), "--texts", str(tmp_path / "texts.jsonl")]) == 0
+
+
+def test_validation_computes_with_the_quantized_average(folder):
+    run, computed = train_and_record(folder, "average", "pretrain", "--train.ema", "0.5", *QUANTIZED)
+    assert_computed(load_model(run / "final"), computed)
+
+
+def test_what_is_said_and_written_by_commands_after_training(folder, mixed, capsys):
+    final, out = str(mixed / "final"), folder / "after"
+    note = "note: linear layers compute with int4 weights in groups of 16, as they were trained"
+    assert main(["generate", final, "--prompt", "a", "--max_new_tokens", "4", "--temperature", "0"]) == 0
+    shown = capsys.readouterr()
+    assert note in shown.err
+    (text,) = toolkit.generate(final, "a", max_new_tokens=4, temperature=0)
+    assert text.strip() in shown.out
+    capsys.readouterr()
+    assert main(["average", str(out / "mean"), "--checkpoint_dirs", f"{final},{mixed / 'step-00000002'}"]) == 0
+    assert read_model_config(out / "mean").qat == read_model_config(mixed / "final").qat
+    assert main(["convert_to_litgpt", final, str(out / "litgpt")]) == 0
+    assert capsys.readouterr().err == "note: int4 weights in groups of 16, as they were trained\n"
+    assert "qat" not in (out / "litgpt" / "model_config.yaml").read_text()
+    plain, quantized = load_model(out / "litgpt").state_dict(), load_model(mixed / "final").state_dict()
+    for name, weight in quantized.items():
+        assert torch.equal(plain[name], weight), name
+
+
+@pytest.mark.slow
+def test_a_loaded_model_trains_on_without_quantization(folder, mixed, tmp_path):
+    model = toolkit.load(mixed / "final")
+    rows = [torch.arange(9) + i for i in range(8)]
+    result = toolkit.train(model, rows, train={"max_steps": 1, "global_batch_size": 2}, out_dir=str(tmp_path / "out"))
+    assert read_model_config(result.checkpoint).qat is None
