@@ -185,7 +185,8 @@ class _Product(torch.autograd.Function):
             grad = grad if is_clipped is None else grad.masked_fill(is_clipped, 0)
             grad_weight = grad.to(weight.dtype) if needs_weight else None
             if needs_adapters:
-                grad_a, grad_b = ctx.scaling * b.mT @ grad.float(), ctx.scaling * grad.float() @ a.mT
+                grad = ctx.scaling * grad.float()
+                grad_a, grad_b = b.float().mT @ grad, grad @ a.float().mT
         if needs_bias:
             grad_bias = grad_output.flatten(0, -2).sum(0)
         return grad_x, grad_weight, grad_a, grad_b, grad_bias, None, None, None
@@ -200,8 +201,9 @@ def _adapters(layer: Any) -> tuple[Tensor | None, Tensor | None, float]:
 
 def _merge(weight: Tensor, a: Tensor, b: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
     """Return weight + scaling * b @ a in fp32, with the values of ``dtype`` that a merged checkpoint has."""
+    weight, a, b = (factor.to(dtype).float() for factor in (weight, a, b))  # FSDP gathers each in this dtype
     product = torch.addmm if weight.ndim == 2 else torch.baddbmm
-    return product(weight.to(dtype).float(), b, a, alpha=scaling).to(dtype).float()
+    return product(weight, b, a, alpha=scaling).to(dtype).float()
 
 
 def _quantized(
