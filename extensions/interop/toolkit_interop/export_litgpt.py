@@ -56,7 +56,7 @@ def export_litgpt(
     if config.qat is not None:
         packing = make_packing(config, "dense", weights["transformer.wte.weight"].dtype)
         assert packing is not None
-        notice(packing.note)
+        notice(f"note: {packing.note}")
         config, weights = replace(config, qat=None), packing.dense(weights)
     try:
         values = litgpt_config(config)

@@ -224,7 +224,7 @@ def test_without_it_a_checkpoint_has_no_trace_of_it(folder):
 def test_merged_adapters_load_as_unmerged_ones_and_as_trained_bit_for_bit(folder, base, precision):
     """Whatever the dtypes of the base's file and of the run."""
     adapted = ["--lora_mlp", "true", "--lora_projection", "true", "--lora_key", "true", "--precision", precision]
-    run, computed = train_and_record(folder, f"lora-{base}", f"finetune_lora {base}", *adapted, *QUANTIZED)
+    run, computed = train_and_record(folder, f"lora-{base}-{precision}", f"finetune_lora {base}", *adapted, *QUANTIZED)
     unmerged = load_model(run / "final")
     if precision == "32-true":
         assert_computed(unmerged, computed)
