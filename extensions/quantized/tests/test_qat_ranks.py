@@ -75,7 +75,7 @@ def test_n3_the_first_step_is_that_of_one_process(runs, name):
     common = gradients.keys() & reference.keys()
     assert len(common) >= len(reference) - 1  # tied weights have one name
     norm = torch.stack([gradient.norm() for gradient in reference.values()]).norm()
-    limit = 1e-3 if name == "lora-mixed-fsdp" else 1e-6  # FSDP reduces gradients of bf16 adapters
+    limit = 4e-3 if name == "lora-mixed-fsdp" else 1e-6  # gradients of adapters gathered in bf16 are bf16
     for key in common:
         assert (gradients[key] - reference[key]).norm() <= limit * norm, key
     assert losses(folder / name)[0] == pytest.approx(losses(folder / one)[0], rel=1e-6)
