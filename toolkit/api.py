@@ -65,7 +65,7 @@ def load(
 ) -> GPT:
     """Load a model from a checkpoint folder. A LoRA checkpoint gives the base model with unmerged adapters.
 
-    A model trained with ``--qat.weights`` has its quantized weights, with adapters merged.
+    A model trained with ``--qat.weights`` has its quantized weights, with adapters merged; training continues without.
 
     Args:
         checkpoint_dir: A checkpoint folder, or the name of one in ``checkpoints/``.

@@ -31,7 +31,7 @@ from toolkit.checkpoints.weights import (
     save_weights,
 )
 from toolkit.data.tokenizer import Tokenizer
-from toolkit.errors import UserError, notice, one_line
+from toolkit.errors import UserError, notice, one_line, require_option
 from toolkit.extension import missing_message, registered
 from toolkit.io.safe_parse import read_yaml, write_yaml
 from toolkit.models.config import ModelConfig
@@ -120,10 +120,12 @@ def load_model(
     dtype: torch.dtype | None = None,
     base_checkpoint_dir: str | Path | None = None,
     ignores_merged: bool = False,
+    quantize: str | None = None,
 ) -> GPT:
     """Load a model folder. On the CPU, weights stay memory-mapped unless ``dtype`` converts them.
 
-    Unmerged adapters are loaded together with the base model. Merged weights in the same folder take precedence.
+    Unmerged adapters are loaded together with the base model. Merged weights in the same folder take precedence. Of a
+    model that was trained with quantized weights, these are loaded, with adapters merged.
 
     Args:
         folder: A model folder (see :func:`find_checkpoint_dir`).
@@ -131,6 +133,7 @@ def load_model(
         dtype: Dtype of the weights; by default the file's. Adapters are always fp32.
         base_checkpoint_dir: Base model of the adapters; by default the path recorded in training.
         ignores_merged: Load adapters unmerged also if there are merged weights.
+        quantize: What the caller quantizes the weights to: a UserError if they are quantized already.
     """
     source, lora = folder, None
     if ignores_merged or has_adapters_only(folder):
@@ -142,17 +145,19 @@ def load_model(
     if tied := model.config.tie_embeddings:
         del weights[_HEAD]
     is_quantized = model.config.qat is not None and not ignores_merged
-    loaded = exact_dtype(weights, model.config) if is_quantized else dtype
+    # of quantized layers, the device never holds the unquantized model
+    target, loaded = ("cpu", exact_dtype(weights, model.config)) if is_quantized else (device, dtype)
     for name in weights:
-        weights[name] = weights[name].to(device=device, dtype=resolve_weight_dtype(name, loaded))
+        weights[name] = weights[name].to(device=target, dtype=resolve_weight_dtype(name, loaded))
     weights |= {name: tensor.to(device) for name, tensor in adapters.items()}
     model.load_state_dict(weights, strict=not tied, assign=True)
     model.tie_weights()
     if is_quantized:
+        require_option(quantize is None, "quantize", quantize, f"{model.note}, as they were trained; remove it")
         notice(f"note: {model.note}, as they were trained")
-        model.freeze_quantized()
+        model.freeze_quantized(device, dtype)
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            tensor.data = tensor.data.to(dtype=None if is_adapter(name) else resolve_weight_dtype(name, dtype))
+            tensor.data = tensor.data.to(device, None if is_adapter(name) else resolve_weight_dtype(name, dtype))
     pad_head(model)
     return model
 

@@ -75,7 +75,7 @@ def load_quantized(
     """
     if kind is None:
         return load_model(folder, device, dtype, base_checkpoint_dir)
-    model = load_model(folder, base_checkpoint_dir=base_checkpoint_dir)
+    model = load_model(folder, base_checkpoint_dir=base_checkpoint_dir, quantize=kind)
     quantize_linears(model, kind, device=device)
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point():

@@ -214,6 +214,10 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_values(vars(self), _HINTS)
+        qat = self.qat if isinstance(self.qat, dict) else {}
+        is_valid = qat.keys() == {"weights", "group_size", "dtype"} and qat["dtype"] in _QAT_DTYPES
+        hint = f"must have weights, group_size, and a dtype of {', '.join(_QAT_DTYPES)}"
+        require_option(self.qat is None or is_valid, "model_config.qat", self.qat, hint)
         require_option(self.name.isprintable(), "model_config.name", ascii(self.name), "must be printable text")
         derived: Fields = {
             "n_query_groups": self.n_query_groups or self.n_head,
@@ -411,6 +415,8 @@ class ModelConfig:
             values["family_options"] = (self.family_options or {}) | values["family_options"]
         return replace(self, **changes | values)
 
+
+_QAT_DTYPES = ("float32", "bfloat16", "float16")
 
 # Field types of user overrides.
 _HINTS = {

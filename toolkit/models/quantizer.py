@@ -42,8 +42,10 @@ class Quantizer(Protocol):
     ``ModelConfig.qat`` describes a model's quantization. Checkpoints hold the weights before quantization.
     """
 
-    def configure(self, args: Any, precision: str, config: ModelConfig) -> ModelConfig:
+    def configure(self, args: Any, precision: str, config: ModelConfig | None) -> ModelConfig | None:
         """Return the architecture of a run, a :class:`toolkit.planning.run_args.RunArgs`, with its quantization.
+
+        ``config`` is None for a user-provided module.
 
         Raises a UserError if an option or the architecture is not supported.
         """
@@ -51,8 +53,11 @@ class Quantizer(Protocol):
     def attach(self, model: nn.Module) -> None:
         """Quantize the weights of a GPT in its forward pass, as its config says. It may be on the meta device."""
 
-    def freeze(self, model: nn.Module) -> Fields | None:
-        """Replace the weights by their quantized values, and merge adapters. Returns what the model still quantizes."""
+    def freeze(self, model: nn.Module, device: torch.device | str, dtype: torch.dtype | None) -> Fields | None:
+        """Replace the weights by their quantized values on ``device`` in ``dtype``, one by one, and merge adapters.
+
+        Returns what the model still quantizes.
+        """
 
     def make_packing(self, config: ModelConfig, kind: str, dtype: torch.dtype) -> Packing:
         """Return how to export a model with ``kind`` of ``--quantize`` in a folder of ``dtype``."""

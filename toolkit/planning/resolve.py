@@ -174,7 +174,7 @@ def resolve(args: RunArgs, devices: DeviceSpec) -> ResolvedConfig:
     """
     args, model, length = resolve_model(args, devices)
     precision = choose_precision(args, devices)
-    if model is not None and (quantizer := load_single("quantizer")) is not None:
+    if (quantizer := load_single("quantizer")) is not None:
         model = quantizer.configure(args, precision, model)
     sizes = {"devices": devices.devices, "num_nodes": devices.num_nodes}
     strategy = plan_strategy(

@@ -16,7 +16,7 @@ from toolkit.checkpoints.adapters import has_adapters_only
 from toolkit.checkpoints.find import is_hf_folder
 from toolkit.checkpoints.folder import read_model_config
 from toolkit.checkpoints.hf.export_hf import export_hf, require_transformers
-from toolkit.errors import UserError, did_you_mean, notice, one_line
+from toolkit.errors import UserError, did_you_mean, notice, one_line, require_option
 from toolkit.inference.text import require_embedded
 from toolkit.io.tempfiles import sweep, temporary_prefix
 from toolkit.models.quantize import Quantize
@@ -81,6 +81,8 @@ def open_hf_folder(
         return
     config, dtype, has_adapters = read_model_config(folder), None, has_adapters_only(folder)
     require_transformers(f"--tasks {tasks}", config)
+    hint = "the model was trained with --qat.weights, and has quantized weights; remove it"
+    require_option(config.qat is None or quantize is None, "quantize", quantize, hint)
     if config.qat is None and (has_adapters or quantize is not None):
         dtype = torch.bfloat16
         quantized = "" if quantize is None else f", not quantized to {quantize}"

@@ -271,6 +271,8 @@ def test_rounded_inputs_are_exported_and_only_weights_verified(tiny_models, tmp_
     folder = with_qat(tmp_path / "m", tiny_models["llama-grouped-tied"].native, "int8-int4", 32)
     export_hf(folder, tmp_path / "hf", check=lambda exported: assert_verified(folder, exported))
     assert "note: rounded inputs change transformers' logits by " in capsys.readouterr().err
+    export_hf(folder, tmp_path / "dense", quantize="dense")
+    assert "as they were trained; inputs are not rounded\n" in capsys.readouterr().err
     inputs = read_json_object(tmp_path / "hf" / "config.json")["quantization_config"]["config_groups"]["group_0"]
     assert inputs["input_activations"]["strategy"] == "token"
     ours, theirs = load_model(folder).eval()(token_ids()), decompressed(tmp_path / "hf")(token_ids()).logits

@@ -15,6 +15,7 @@ from helpers.compare_runs import losses, require_same, rows_of
 from helpers.initialize import add_lora, initialize
 from helpers.small_runs import text_data, write_base, write_rows
 from safetensors.torch import load_file
+from toolkit_metric.tasks import open_hf_folder
 from toolkit_quantized import layers
 from toolkit_quantized.numbers import dequantize, quantize
 from toolkit_quantized.packing import pack_integers
@@ -27,6 +28,7 @@ from toolkit.checkpoints.folder import load_model, read_model_config, write_mode
 from toolkit.checkpoints.weights import load_weights, save_weights
 from toolkit.cli import main
 from toolkit.errors import UserError
+from toolkit.io.safe_parse import read_yaml, write_yaml
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT, build_model
 from toolkit.models.lora import is_adapter, without_adapters
@@ -300,8 +302,32 @@ def test_mistakes_are_one_line_before_data_is_read(folder, tmp_path, refusal, ca
 
 def test_a_module_from_python_is_refused(pico, tmp_path):
     rows = [torch.arange(9) % 100 for _ in range(8)]
-    with pytest.raises(UserError, match="qat.weights int4: is not supported with a model from Python; remove one"):
-        toolkit.train(pico, rows, qat={"weights": "int4"}, train={"max_steps": 1}, out_dir=str(tmp_path / "out"))
+    for module in (pico, nn.Embedding(100, 100)):
+        with pytest.raises(UserError, match="qat.weights int4: is not supported with a model from Python; remove one"):
+            toolkit.train(module, rows, qat={"weights": "int4"}, train={"max_steps": 1}, out_dir=str(tmp_path / "out"))
+
+
+def test_weights_are_not_quantized_twice(folder, mixed, refusal):
+    line = refusal("evaluate", mixed / "final", "--quantize", "bnb.nf4", "--trust_checkpoint_data", "true")
+    assert "--quantize bnb.nf4: linear layers compute with int4 weights in groups of 16, as they were trained" in line
+    with pytest.raises(UserError, match="quantize bnb.nf4: the model was trained with --qat.weights"):
+        with open_hf_folder(mixed / "final", tasks="t", base_checkpoint_dir=None, quantize="bnb.nf4"):
+            pass
+    line = refusal(*words(folder, "finetune_lora mixed/final", "--quantize", "bnb.nf4"))
+    assert line.endswith("bnb.nf4; remove it, or set --qat.weights none: the checkpoint has this format\n"), line
+
+
+@pytest.mark.parametrize(
+    "qat",
+    [5, [], {"weights": "int4"}, INT4 | {"dtype": "load"}, INT4 | {"weights": "int3"}, INT4 | {"weights": None},
+     INT4 | {"group_size": 0}, INT4 | {"group_size": "16"}],
+)  # fmt: skip
+def test_an_edited_format_is_refused(qat, mixed, tmp_path):
+    shutil.copytree(mixed / "final", tmp_path / "m")
+    values = read_yaml(tmp_path / "m" / "model_config.yaml") | {"qat": qat}
+    write_yaml(tmp_path / "m" / "model_config.yaml", values)
+    with pytest.raises(UserError, match="qat"):
+        load_model(tmp_path / "m")
 
 
 SHORT = ["--train.max_steps", "2", "--precision", "bf16-mixed"]

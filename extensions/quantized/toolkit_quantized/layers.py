@@ -126,16 +126,19 @@ def describe(config: ModelConfig) -> str:
     return f"linear layers compute with {weights} weights in groups of {qat['group_size']}{inputs_text}"
 
 
-def freeze(model: GPT) -> Fields | None:
-    """Replace the weights by their quantized values, with adapters merged. Returns what the model still quantizes."""
+def freeze(model: GPT, device: torch.device | str, dtype: torch.dtype | None) -> Fields | None:
+    """Replace the weights by their quantized values on ``device`` in ``dtype``, one by one, with adapters merged.
+
+    Returns what the model still quantizes.
+    """
     qat = model.config.qat or {}
     *inputs, _ = qat["weights"].split("-")
     for name, layer in [(name, layer) for name, layer in model.named_modules() if isinstance(layer, FakeQuantized)]:
-        weight = nn.Parameter(layer.quantized_weight(), requires_grad=layer.weight.requires_grad)
+        layer.weight.data = layer.to(device).quantized_weight().to(dtype)
         layer.weight_fake_quantizer = replace(layer.weight_fake_quantizer, bits=None)
         owner, _, own_name = name.rpartition(".")
         new_class = (QUANTIZED if inputs else (nn.Linear, StackedLinear))[isinstance(layer, StackedLinear)]
-        replace_linear(model.get_submodule(owner), own_name, new_class, weight)
+        replace_linear(model.get_submodule(owner), own_name, new_class, layer.weight)
     return qat | {"weights": f"{inputs[0]}-none"} if inputs else None
 
 

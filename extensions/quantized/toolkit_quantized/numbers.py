@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from toolkit.errors import require_package
 from toolkit.models.config import Fields
 from toolkit.models.fp8 import hide_torchao_warnings
+from toolkit_quantized.qat import QATArgs
 
 require_package("--qat.weights", "torchao", "0.18")
 hide_torchao_warnings()
@@ -35,7 +37,13 @@ class FakeQuantizer:
 
     @classmethod
     def of(cls, qat: Fields) -> FakeQuantizer:
-        """Return the format of ``ModelConfig.qat``. Its ``weights`` are ``[INPUTS-]WEIGHTS``, such as int8-int4."""
+        """Return the format of ``ModelConfig.qat``. Its ``weights`` are ``[INPUTS-]WEIGHTS``, such as int8-int4.
+
+        Raises:
+            UserError: A value is not valid, such as one from an edited file.
+        """
+        checked: Any = str(qat["weights"]).replace("-none", "-int4")  # int8-none: see freeze
+        QATArgs(checked, qat["group_size"])  # raises
         *inputs, weights = qat["weights"].split("-")
         bits = None if weights == "none" else int(weights.removeprefix("int"))
         return cls(bits, bool(inputs), qat["group_size"], getattr(torch, qat["dtype"]))

@@ -43,6 +43,7 @@ class Packing:
         require_option(name in ("float32", qat["dtype"]), "dtype", name, hint)
         self.quantizer, self.kind, self.dtype = FakeQuantizer.of(qat), kind, dtype
         how = "as they were trained" if is_trained else "rounded to nearest, without training"
+        how += "; inputs are not rounded" * (kind == "dense" and self.quantizer.rounds_inputs)
         self.note = f"{qat['weights']} weights in groups of {qat['group_size']}, {how}"
         self._layers = {f"{name}.weight": layer for name, layer in quantized_layers(model_on_meta(model))}
         for name, layer in self._layers.items():

@@ -46,18 +46,19 @@ class QATArgs:
 _DTYPES = {"32-true": "float32", "16-mixed": "float16"}  # others compute in bfloat16
 
 
-def configure(args: RunArgs, precision: str, config: ModelConfig) -> ModelConfig:
-    """Return the architecture of a run with its quantization.
+def configure(args: RunArgs, precision: str, config: ModelConfig | None) -> ModelConfig | None:
+    """Return the architecture of a run with its quantization; None for a user-provided module.
 
     Raises:
         UserError: An option is not supported, or the groups do not divide the width of a layer.
     """
     options: QATArgs = args.groups.get("qat", QATArgs())
-    qat = config.qat if options.weights is None else asdict(options)
+    is_set = options.weights is not None
+    qat = asdict(options) if is_set else None if config is None else config.qat
     if qat is None or qat["weights"] == "none":
-        return replace(config, qat=None)
+        return config and replace(config, qat=None)
     lora = args.lora
-    for flag, is_set in {
+    for flag, is_used in {
         f"--quantize {args.quantize}": args.quantize is not None,
         f"--train.fp8 {args.train.fp8}": args.train.fp8 != "none",
         f"--tensor_parallel_size {args.tensor_parallel_size}": args.tensor_parallel_size > 1,
@@ -67,8 +68,10 @@ def configure(args: RunArgs, precision: str, config: ModelConfig) -> ModelConfig
         f"--lora_dropout {lora and lora.dropout}": lora is not None and lora.dropout > 0,
         "a model from Python": args.module is not None,
     }.items():
-        hint = f"is not supported with {flag}; remove one of them"
-        require_option(not is_set, "qat.weights", qat["weights"], hint)
+        fix = "remove one of them" if is_set else "remove it, or set --qat.weights none: the checkpoint has this format"
+        hint = f"is not supported with {flag}; {fix}"
+        require_option(not is_used, "qat.weights", qat["weights"], hint)
+    assert config is not None
     from toolkit.models.gpt import model_on_meta
 
     config = replace(config, qat=qat | {"dtype": _DTYPES.get(precision, "bfloat16")})
