@@ -13,6 +13,7 @@ from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
 
 ANSWERS = {"1": "eins", "2": "zwei 🎉", "3": "drei"}
+STEPS = 90
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'user' %}Q{{ m['content'] }}A"
     "{% elif m['role'] == 'system' %}S{{ m['content'] }}{% else %}{{ m['content'] }}{{ eos_token }}{% endif %}"
@@ -39,10 +40,12 @@ def make_talker(folder: Path, block_size: int = 64, n_merges: int = 0, **changes
     ids = torch.tensor([chat + [0] * (width - len(chat)) for chat in chats])
     labels = torch.tensor([chat[1:] + [-100] * (width - len(chat)) for chat in chats])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(60):
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, STEPS)  # else rounding decides what is learned
+    for _ in range(STEPS):
         loss, n_tokens = model(ids[:, :-1], labels)
         (loss / n_tokens).backward()
         optimizer.step()
+        schedule.step()
         optimizer.zero_grad()
     folder.mkdir(parents=True, exist_ok=True)
     state = model.state_dict()
