@@ -93,6 +93,19 @@ class Objective(ABC):
         """Return the parts for a model. ``sums`` must return every part with a nonzero weight."""
         return (Part(LOSS),)
 
+    def begin_step(self, model: nn.Module, micro_batches: list[Batch]) -> list[Batch]:
+        """Return the micro-batches of a step, or with ``model`` in evaluation mode those of a validation. Collective.
+
+        Gets the rows that were read, before their counts are summed, and the weights after the last update. All ranks
+        must return equally many. After a read error on this rank, ``micro_batches`` is empty, and the result unused.
+        """
+        return micro_batches
+
+    @property
+    def makes_batches(self) -> bool:
+        """Whether :meth:`begin_step` is overridden."""
+        return type(self).begin_step is not Objective.begin_step
+
     def look_ahead(self, model: nn.Module, batches: Iterable[Batch], device: torch.device) -> None:  # noqa: B027
         """See all batches of a step, or of a validation, before ``sums`` sees them one by one. Collective.
 

@@ -203,7 +203,7 @@ class Engine:
         while True:
             started_at, start = time.perf_counter(), self.clock.note()
             with record_function(DATA_WAIT):
-                micro_batches = run.reader.read()
+                micro_batches = run.objective.begin_step(run.model, run.reader.read())
             totals, microseconds = self._all_reduce_step(micro_batches, started_at)
             if not totals["writing"] and run.checkpointer.pending is not None:
                 self.synced_at = time.perf_counter()

@@ -76,6 +76,7 @@ def reads_late(run: Run, update: Update) -> bool:
     ``on_step_end`` and ``on_log`` of all callbacks must be marked :func:`toolkit.training.run.late`.
     """
     late = run.fabric.device.type in LATE_ON and isinstance(update, FusedUpdate) and run.limits.total_seconds is None
+    late = late and not run.objective.makes_batches
     for callback in run.callbacks:
         for hook in ("on_step_end", "on_log"):
             late &= not overrides(callback, hook) or hasattr(getattr(callback, hook), "may_be_late")

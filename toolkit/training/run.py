@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from toolkit.data.base import Report, State, row_count
+from toolkit.data.batch import Batch
 from toolkit.distributed import ranks
 from toolkit.distributed.private_lightning import FabricModule
 from toolkit.errors import CallbackError, CommandError, GuardError, UserError
@@ -199,11 +200,14 @@ class Run(Launch):
             added_bos=data.added_bos,
         )
         with record_function(VALIDATE):
-            if self.objective.looks_ahead:
-                self.model.eval()
+            self.model.eval()
+            batches: dict[str, Iterable[Batch]] = {**read()}
+            if self.objective.makes_batches:
+                batches = {name: self.objective.begin_step(self.model, list(rows)) for name, rows in batches.items()}
+            elif self.objective.looks_ahead:
                 self.objective.look_ahead(self.model, chain(*read().values()), self.fabric.device)
-                self.model.train()
-            metrics = validate(self.fabric, self.objective, self.model, read(), self.token_bytes)
+            self.model.train()
+            metrics = validate(self.fabric, self.objective, self.model, batches, self.token_bytes)
         if not math.isfinite(metrics.get("val_loss", 0.0)):
             raise GuardError(
                 f"the validation loss after step {self.progress.step} is {metrics['val_loss']}: weights contain "
