@@ -38,10 +38,12 @@ class Decoder:
         seeds: Sampling seed of each row.
         width: Minimum number of columns of the prompts.
         is_alone: Whether other ranks decode other prompts; otherwise all take the tokens of rank 0.
+        with_log_probs: Whether to record the log-probability of each token, at the temperature.
 
     Attributes:
         ids: (B, width + count) int64: the prompts, padded on the left to ``width``, then the new tokens.
         position: (1,) int64: the column of the last token.
+        log_probs: (B, width + count) fp32, in nats; None unless recorded.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Decoder:
         seeds: Sequence[int | None],
         width: int = 0,
         is_alone: bool = False,
+        with_log_probs: bool = False,
     ) -> None:
         self.model, self.cache, self.lengths = model, cache, [len(prompt) for prompt in prompts]
         self.count, self.is_together = count, ranks.world_size() > 1 and not is_alone
@@ -64,6 +67,7 @@ class Decoder:
         starts = [self.width - length for length in self.lengths]
         cache.starts = torch.tensor(starts, device=device) if any(starts) else None
         cache.prompt, cache.seed = self.ids[:, : self.width], seeds[0] or 0
+        self.log_probs = torch.zeros(self.ids.shape, dtype=torch.float32, device=device) if with_log_probs else None
         self._sampling, self._uniforms = sampling, None
         if sampling.temperature != 0:
             uniforms = F.pad(draw_uniforms(seeds, count), (self.width, 0))  # a number for each column of ids
@@ -121,6 +125,12 @@ class Decoder:
             require_finite(column)
         return tokens
 
+    def recorded(self) -> list[tuple[list[int], list[float]]]:
+        """Return the new tokens of each row and their log-probabilities, also those after a token that ends the row."""
+        assert self.log_probs is not None
+        columns = slice(self.width, int(self.position) + 1)
+        return list(zip(self.ids[:, columns].tolist(), self.log_probs[:, columns].tolist(), strict=True))
+
     def _logits(self, ids: Tensor) -> Tensor:
         return self.model(ids, kv_cache=self.cache, logits_to_keep=1)[:, -1]
 
@@ -129,6 +139,10 @@ class Decoder:
         uniform = None if self._uniforms is None else self._uniforms.index_select(1, self.position)[:, 0]
         tokens = sample(logits, self._sampling, vocab_size=self.model.config.vocab_size, uniform=uniform)
         self.ids.index_copy_(1, self.position, tokens[:, None])
+        if self.log_probs is not None:
+            scaled = logits[:, : self.model.config.vocab_size].float() / (self._sampling.temperature or 1.0)
+            values = scaled.log_softmax(-1).gather(1, tokens.clamp(min=0)[:, None])
+            self.log_probs.index_copy_(1, self.position, values)
 
 
 def has_fixed_shapes(model: GPT, device: torch.device) -> bool:

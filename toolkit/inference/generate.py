@@ -52,6 +52,7 @@ def generate_batch(
     notice: Report = notice,
     is_alone: bool = False,
     lockstep: Sequence[Tensor] = (),
+    record: list[Decoder] | None = None,
 ) -> Generator[list[int | None], None, None]:
     """Continue several prompts together; yield the next token of each row, None for rows that have ended.
 
@@ -79,6 +80,7 @@ def generate_batch(
         is_alone: Whether this rank generates without the others, with a complete model.
         lockstep: The prompts of all ranks, if each rank generates its own with sharded weights: all ranks then take
             equally many forward passes. Not supported with longrope.
+        record: Gets the decoder, which then records log-probabilities. Its tokens include those that end a row.
     """
     require_option(max_new_tokens > 0, "max_new_tokens", max_new_tokens, "must be greater than zero")
     limit = model.config.block_size
@@ -96,7 +98,10 @@ def generate_batch(
     count, width = min(max_new_tokens, limit - min(lengths)), max(lengths)
     cache = model.make_cache(len(prompts), width + count) if cache is None else cache
     cache.reserve(width + count)
-    decoder = Decoder(model, cache, prompts, count, sampling, seeds, width, is_alone or bool(lockstep))
+    is_alone = is_alone or bool(lockstep)
+    decoder = Decoder(model, cache, prompts, count, sampling, seeds, width, is_alone, record is not None)
+    if record is not None:
+        record.append(decoder)
     steps = decode(decoder, notice, cuda_graph)
 
     def is_over(has_ended: list[bool]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from toolkit.data.batch import NO_ROUNDING, Padding, batch_texts
 from toolkit.data.chat.template import Encoding
 from toolkit.distributed import ranks
+from toolkit.inference.decode import Decoder
 from toolkit.inference.generate import complete
 from toolkit.inference.sampling import GREEDY
 
@@ -18,6 +19,17 @@ BATCH_SIZE = 16
 """Prompts, or answers, per forward pass. The same on any number of ranks, so that rounding is the same."""
 T = TypeVar("T")
 U = TypeVar("U")
+
+
+class Sampled(NamedTuple):
+    """An answer with the probabilities that the decoder computed."""
+
+    tokens: list[int]
+    """With the token that ends it."""
+    log_probs: list[float]
+    """Of each token, in nats, at the temperature."""
+    has_ended: bool
+    """False if it is cut off."""
 
 
 class Answerer(NamedTuple):
@@ -41,13 +53,35 @@ class Answerer(NamedTuple):
         """Return the tokens that follow each prompt. ``options``: of :func:`complete`. Collective."""
 
         def answer(batch: Sequence[Tensor], of_all_ranks: Sequence[Tensor]) -> list[list[int]]:
-            lockstep = of_all_ranks if self.is_divided and self.is_sharded else ()
-            is_alone = self.is_divided and not self.is_sharded
-            more: dict[str, Any] = {"lockstep": lockstep, "is_alone": is_alone, "notice": lambda line: None}
-            return complete(self.model, batch, sampling=GREEDY, **more, **options)
+            return complete(self.model, batch, sampling=GREEDY, **self._options(of_all_ranks), **options)
 
-        size = BATCH_SIZE if self.model.is_row_independent else 1
-        return self._map([torch.tensor(ids) for ids in prompts], size, answer)
+        return self._map([torch.tensor(ids) for ids in prompts], self._batch_size, answer)
+
+    def sample(
+        self, prompts: Sequence[list[int]], seeds: Sequence[int], eos_ids: Collection[int], **options: Any
+    ) -> list[Sampled]:
+        """Return an answer to each prompt, sampled with its seed. ``options``: of :func:`complete`. Collective."""
+        Seeded = tuple[Tensor, int]
+
+        def sample(batch: Sequence[Seeded], of_all_ranks: Sequence[Seeded]) -> list[Sampled]:
+            record: list[Decoder] = []
+            ids, row_seeds = zip(*batch, strict=True)
+            options.update(self._options([prompt for prompt, _ in of_all_ranks]), seeds=row_seeds, record=record)
+            lengths = map(len, complete(self.model, ids, eos_ids=eos_ids, **options))
+            rows = record[0].recorded()
+            return [_end(*row, length, eos_ids) for row, length in zip(rows, lengths, strict=True)]
+
+        pairs = list(zip(map(torch.tensor, prompts), seeds, strict=True))
+        return self._map(pairs, self._batch_size, sample)
+
+    @property
+    def _batch_size(self) -> int:
+        return BATCH_SIZE if self.model.is_row_independent else 1
+
+    def _options(self, of_all_ranks: Sequence[Tensor]) -> dict[str, Any]:
+        lockstep = of_all_ranks if self.is_divided and self.is_sharded else ()
+        is_alone = self.is_divided and not self.is_sharded
+        return {"lockstep": lockstep, "is_alone": is_alone, "notice": lambda line: None}
 
     @torch.no_grad()
     def log_probs(self, answers: Sequence[Encoding]) -> list[float]:
@@ -78,6 +112,12 @@ class Answerer(NamedTuple):
                 results.append(compute(turn[rank % len(turn)], [item for one in turn for item in one]))
         everywhere = ranks.all_gather_object(results)
         return [result for i in range(len(parts)) for result in everywhere[i % n][i // n]]
+
+
+def _end(tokens: list[int], log_probs: list[float], length: int, eos_ids: Collection[int]) -> Sampled:
+    """Return an answer of ``length`` tokens, with the next one if that ends it."""
+    has_ended = length < len(tokens) and tokens[length] in eos_ids
+    return Sampled(tokens[: length + has_ended], log_probs[: length + has_ended], has_ended)
 
 
 def split(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:

@@ -75,25 +75,10 @@ class AnswerMetrics(TimedMetrics):
 
     def measure(self, trainer: Run) -> Metrics:
         with generating(trainer.model), trainer.fabric.autocast():
-            answerer, n_tokens = self._answerer(trainer), trainer.args.eval.metric_new_tokens
+            answerer, n_tokens = answerer_of(trainer, trainer.model), trainer.args.eval.metric_new_tokens
             answers = answer_prompts(self.setup, answerer, self.tokenizer, n_tokens)
         reporter = ranks.WaitReporter("measure answers", trainer.display.message)
         return ranks.result_of_rank0(partial(self._measure, trainer, *answers), reporter)
-
-    def _answerer(self, trainer: Run) -> Answerer:
-        strategy, device = trainer.config.strategy, trainer.fabric.device
-        module: Any = original_module(trainer.model)
-        is_sharded = strategy.kind == "fsdp"
-        is_longrope = module.config.original_max_position is not None  # its forward passes depend on the prompts
-        return Answerer(
-            trainer.model if is_sharded or strategy.extension is not None else module,
-            device,
-            is_divided=strategy.extension is None
-            and strategy.layout.model_parallel == 1
-            and not (is_sharded and is_longrope),
-            is_sharded=is_sharded,
-            padding=choose_padding(device.type, True, module.config.block_size),
-        )
 
     def _measure(self, trainer: Run, answers: list[str], log_probs: list[list[float]]) -> Metrics:
         """Call the functions, and write the answers. On rank 0."""
@@ -107,6 +92,23 @@ class AnswerMetrics(TimedMetrics):
         lines = json.loads(json.dumps(lines), parse_constant=lambda name: None)
         write_atomic(trainer.out_dir / ANSWERS, "".join(json.dumps(line) + "\n" for line in lines).encode())
         return {f"{VAL}{name}": value for name, value in summary.items()}
+
+
+def answerer_of(launch: Launch, model: Any) -> Answerer:
+    """Return how the ranks of a run answer prompts with its model, as the strategy wraps it."""
+    strategy, device = launch.config.strategy, launch.fabric.device
+    module: Any = original_module(model)
+    is_sharded = strategy.kind == "fsdp"
+    is_longrope = module.config.original_max_position is not None  # its forward passes depend on the prompts
+    return Answerer(
+        model if is_sharded or strategy.extension is not None else module,
+        device,
+        is_divided=strategy.extension is None
+        and strategy.layout.model_parallel == 1
+        and not (is_sharded and is_longrope),
+        is_sharded=is_sharded,
+        padding=choose_padding(device.type, True, module.config.block_size),
+    )
 
 
 def make_answer_metrics(launch: Launch, stack: ExitStack) -> AnswerMetrics:

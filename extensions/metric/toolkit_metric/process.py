@@ -41,13 +41,14 @@ class MetricProcess:
     Args:
         metric: The function.
         seconds: Time limit of each call.
+        flag: The option that names the function, for messages.
 
     Raises:
         UserError: The function cannot be loaded.
     """
 
-    def __init__(self, metric: Metric, seconds: float) -> None:
-        self.metric, self._seconds, self._printed = metric, seconds, 0
+    def __init__(self, metric: Metric, seconds: float, flag: str = "--eval.metric") -> None:
+        self.metric, self._seconds, self._flag, self._printed = metric, seconds, flag, 0
         add_cwd_to_path()
         self._process = start_server("toolkit_metric.worker", subprocess.PIPE)
         self._forwarded = run_in_thread(self._forward, daemon=True)
@@ -93,9 +94,9 @@ class MetricProcess:
             else:
                 reason = f"its process ended (exit code {code})"
         except TimeoutError:
-            reason = f"took longer than {self._seconds:g} s (--eval.metric_timeout)"
+            reason = f"took longer than {self._seconds:g} s ({self._flag}_timeout)"
         self.close()
-        raise error_class(f"--eval.metric {self.metric.entry}: {reason}")
+        raise error_class(f"{self._flag} {self.metric.entry}: {reason}")
 
     def _forward(self) -> None:
         """Write what the function prints to this process's stderr; end the process if it is too much."""

@@ -26,6 +26,7 @@ class Prompt(NamedTuple):
         record: The messages before the answer, and the tools.
         reference: The answer in the data; None without one.
         ids: Token ids that the answer follows.
+        answer: Token ids of the reference, with the end of the turn; empty without one.
         choices: For each of the row's ``choices``, the prompt with the choice, whose tokens have loss, without the end
             of the turn.
     """
@@ -35,6 +36,7 @@ class Prompt(NamedTuple):
     record: Record
     reference: str | None
     ids: list[int]
+    answer: list[int]
     choices: list[Encoding]
 
 
@@ -67,7 +69,7 @@ def read_prompts(
     rows = list(_file_rows(path) if path is not None else _held_out_rows(data, val))
     n = min(len(rows), max_rows or len(rows))
     selected = [rows[i * len(rows) // n] for i in range(n)]
-    prompts = [_make_prompt(row, where, columns, template, with_choices) for where, row in selected]
+    prompts = [make_prompt(row, where, columns, template, with_choices) for where, row in selected]
     if unread := sorted({name for prompt in prompts for name in prompt.record.unread}):
         report(f"note: --eval.metric: not read in prompts: {join_first(unread, 20)}")
     return prompts
@@ -89,7 +91,8 @@ def _held_out_rows(data: Any, val: Any) -> Iterator[tuple[str, Any]]:
         yield from ((describe_row(source, number), row) for number, row in rows if (position, number) in origins)
 
 
-def _make_prompt(row: Any, where: str, columns: Columns, template: ChatTemplate, with_choices: bool) -> Prompt:
+def make_prompt(row: Any, where: str, columns: Columns, template: ChatTemplate, with_choices: bool = False) -> Prompt:
+    """Return the last question of a row, see :func:`read_prompts`."""
     (record,) = parse_row(row, where, columns, "prompt")
     *messages, last = record.messages or ()
     reference = last["content"] if last["role"] == "assistant" else None
@@ -105,7 +108,8 @@ def _make_prompt(row: Any, where: str, columns: Columns, template: ChatTemplate,
             ended, mask = _encode(template, record, text)
             end = next((i for i in range(mask.index(True), len(ended)) if ended[i] in template.stop_ids), len(ended))
             choices.append(Encoding(ended[:end], mask[:end]))
-    return Prompt(where, row, record, reference, ids[: loss_mask.index(True)], choices)
+    start = loss_mask.index(True)
+    return Prompt(where, row, record, reference, ids[:start], [] if reference is None else ids[start:], choices)
 
 
 def _encode(template: ChatTemplate, prompt: Record, answer: str | Message) -> Encoding:
