@@ -1,0 +1,263 @@
+"""On-policy objectives: what is generated, stored, scored and trained on, in runs from the command line."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.compare_runs import curve
+from helpers.small_runs import write_base
+from toolkit_on_policy.grpo import GRPO
+from toolkit_on_policy.rollouts import Rollout, path_of, read_rollouts, write_rollouts
+
+from toolkit.checkpoints.weights import load_weights
+from toolkit.cli import main
+from toolkit.data.batch import batch_texts
+from toolkit.inference import decode
+from toolkit.inference.generate import complete
+from toolkit.models.config import ModelConfig
+from toolkit.models.gpt import GPT
+
+REWARDS = """
+import time
+
+def length(answers, references, rows):
+    return {"letters": [float(len(answer) % 7) for answer in answers]}
+
+def equal(answers, references, rows):
+    return {"letters": [1.0 for _ in answers]}
+
+def nan(answers, references, rows):
+    return {"letters": [float("nan") for _ in answers]}
+
+def short(answers, references, rows):
+    return {"letters": [1.0]}
+
+def raises(answers, references, rows):
+    raise KeyError("no such field")
+
+def hangs(answers, references, rows):
+    time.sleep(60)
+"""
+RUN = (
+    "base --data Prompts --data.json_path prompts.jsonl --data.val_split_fraction 0.25 --accelerator cpu --devices 1 "
+    "--train.global_batch_size 4 --train.micro_batch_size 2 --train.max_steps 3 --train.lr_warmup_steps 0 "
+    "--train.learning_rate 1e-2 --train.max_seq_length 64 --eval.max_new_tokens 0 --objective.max_new_tokens 8"
+)
+GRPO_RUN = (
+    f"{RUN} --objective GRPO --objective.answers 4 --objective.rewards_by scores:length "
+    "--objective.mask_truncated false"  # the random model does not end
+)
+
+SAVING = f"{GRPO_RUN} --eval.interval 0 --eval.final_validation false --train.save_interval 2"
+
+
+@pytest.fixture
+def folder(tmp_path, corpus, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "base").mkdir()
+    write_base(tmp_path / "base", corpus)
+    (tmp_path / "scores.py").write_text(REWARDS)
+    rows = [{"prompt": f"token {i} of the line", "completion": f"reads {i}", "level": i} for i in range(16)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def run(words: str, out: str, command: str = "finetune_full") -> int:
+    return main([command, *words.split(), "--out_dir", out])
+
+
+def rollouts_of(out: str, step: int) -> list[dict]:
+    return [json.loads(line) for line in path_of(Path(out), step).read_text().splitlines()[1:]]
+
+
+def test_advantages_are_relative_to_the_prompt():
+    def rollout(reward, has_ended=True):
+        return Rollout(0, 0, 0, [1], [0.0], has_ended, "", {"a": reward})
+
+    group = [rollout(value) for value in (1.0, 0.0, 0.0, 3.0)]
+    equal = [rollout(2.0) for _ in range(4)]
+    objective = GRPO(answers=4, rewards_by="length")
+    assert objective.advantages([*group, *equal], 4) == [0.0, -1.0, -1.0, 2.0, *[None] * 4]
+    cut = [*group[:3], rollout(3.0, has_ended=False)]
+    assert objective.advantages(cut, 4) == [0.0, -1.0, -1.0, None]  # which counts in the mean
+    scaled = GRPO(answers=4, rewards_by="length", divide_by_std=True).advantages(group, 4)
+    assert scaled == pytest.approx([value / math.sqrt(1.5) for value in (0.0, -1.0, -1.0, 2.0)])
+
+
+def test_loss_and_gradients_equal_the_formula_for_every_split():
+    """8 answers in one micro-batch, in 4 and in 2, in fp64, against the formula on complete logits."""
+    torch.manual_seed(0)
+    config = ModelConfig(vocab_size=90, padded_vocab_size=128, n_embd=32, n_layer=2, n_head=2, block_size=32)
+    model = GPT(config).double()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    texts, advantages, temperature = [], torch.randn(8).tolist(), 0.7
+    for i in range(8):
+        ids = torch.randint(0, 90, (6 + i,)).tolist()
+        texts.append((ids, [k >= 3 for k in range(len(ids))]))
+
+    def gradients_of(size: int) -> tuple[float, dict[str, torch.Tensor]]:
+        objective = GRPO(answers=4, rewards_by="length", temperature=temperature)
+        objective._differences = []
+        model.zero_grad()
+        total = sum(sum(mask[1:]) for _, mask in texts)
+        loss = 0.0
+        for start in range(0, 8, size):
+            part = range(start, start + size)
+            batch = batch_texts([texts[i] for i in part])
+            lines = [[0.0, advantages[i]] for i in part for trained in texts[i][1][1:] if trained]
+            zeros = torch.zeros(size)
+            batch.values |= {
+                "targets": torch.tensor(lines),
+                **dict.fromkeys(("reward", "answer_tokens", "truncated", "dropped"), zeros),
+            }
+            sums = objective.sums(model, batch, torch.device("cpu"))["loss"] / total
+            sums.backward()
+            loss += float(sums)
+        return loss, {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    def formula() -> tuple[float, dict[str, torch.Tensor]]:
+        model.zero_grad()
+        total, loss = 0, torch.zeros((), dtype=torch.float64)
+        for (ids, mask), advantage in zip(texts, advantages, strict=True):
+            log_p = (model(torch.tensor([ids[:-1]]))[0, :, :90] / temperature).log_softmax(-1)
+            picked = log_p[range(len(ids) - 1), ids[1:]][torch.tensor(mask[1:])]
+            loss = loss - (advantage * (picked - picked.detach()).exp()).sum()
+            total += len(picked)
+        (loss / total).backward()
+        return float(loss.detach() / total), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    expected_loss, expected = formula()
+    for size in (8, 4, 2, 1):
+        loss, gradients = gradients_of(size)
+        assert loss == pytest.approx(expected_loss, rel=1e-6)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("command", ["finetune_full", "finetune_lora"])
+def test_a_run_trains_on_its_answers_and_the_decoder_computes_as_the_trainer(folder, command):
+    assert run(f"{GRPO_RUN} --eval.interval 3", "out", command) == 0
+    rows = curve("out")
+    assert all(0 <= row["difference_median"] <= row["difference_largest"] < 1e-5 for row in rows)
+    assert "val_reward" in rows[-1] and rows[-1]["val_loss"] == -rows[-1]["val_reward"]
+    answers = rollouts_of("out", 2)
+    assert len(answers) == 16 and len({(a["prompt"], a["number"]) for a in answers}) == 16
+    assert len({tuple(a["tokens"]) for a in answers}) > 8  # each has a seed
+    assert all(a["rewards"] == {"letters": len(a["text"]) % 7} for a in answers)
+    mean = sum(a["rewards"]["letters"] for a in answers) / 16
+    assert rows[-1]["reward"] == pytest.approx(mean) and rows[-1]["truncated"] > 0
+
+
+@pytest.mark.parametrize("fault", ["temperature", "position", "end"])
+def test_a_wrong_decoder_is_seen(folder, fault, monkeypatch):
+    """What the trainer computes differs then from what the decoder says."""
+    if fault == "temperature":
+        append = decode.Decoder._append
+        monkeypatch.setattr(decode.Decoder, "_append", lambda self, logits: append(self, logits / 1.1))
+    elif fault == "position":
+        forward = decode.Decoder._logits
+        shifted = lambda self, ids: forward(self, torch.roll(ids, 1, 1) if ids.size(1) > 1 else ids)  # noqa: E731
+        monkeypatch.setattr(decode.Decoder, "_logits", shifted)
+    else:
+        recorded = decode.Decoder.recorded
+        rolled = lambda self: [(tokens, [*probs[1:], probs[0]]) for tokens, probs in recorded(self)]  # noqa: E731
+        monkeypatch.setattr(decode.Decoder, "recorded", rolled)
+    assert run(f"{GRPO_RUN} --eval.interval 0", "out") == 0
+    assert min(row["difference_largest"] for row in curve("out")) > 1e-3
+
+
+def test_a_run_that_was_killed_before_its_update_generates_nothing_again(folder, monkeypatch):
+    assert run(SAVING, "whole") == 0
+    assert run(SAVING, "killed") == 0
+    for name in ("final",):  # as if it had been killed in step 3, with the answers written
+        subprocess.run(["rm", "-r", f"killed/{name}"], check=True)
+    calls = []
+
+    def counted(*args, **options):
+        calls.append(1)
+        return complete(*args, **options)
+
+    monkeypatch.setattr("toolkit_metric.answerer.complete", counted)
+    assert run(f"{SAVING} --resume auto", "killed") == 0
+    assert not calls
+    whole, resumed = (load_weights(Path(name, "final")) for name in ("whole", "killed"))
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    path_of(Path("killed"), 2).write_text("damaged\n")
+    subprocess.run(["rm", "-r", "killed/final"], check=True)
+    assert run(f"{SAVING} --resume auto", "killed") == 0
+    assert calls  # generated again, and the same
+    resumed = load_weights(Path("killed", "final"))
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def test_files_are_checked_and_deleted_with_the_checkpoints(tmp_path):
+    rollouts = [Rollout(1, 2, 3, [4, 5], [-0.1, -1e-9], True, "a", {"r": 0.5})]
+    write_rollouts(tmp_path, 7, "key", rollouts)
+    assert read_rollouts(tmp_path, 7, "key") == rollouts
+    assert read_rollouts(tmp_path, 7, "other") is None and read_rollouts(tmp_path, 8, "key") is None
+    path = path_of(tmp_path, 7)
+    path.write_bytes(path.read_bytes().replace(b"-0.1", b"-0.2"))
+    assert read_rollouts(tmp_path, 7, "key") is None
+
+
+SCORED = "--objective GRPO --objective.rewards_by scores:"
+REFUSED = {
+    "--objective GRPO": "--objective.rewards_by : must name a function",
+    f"{SCORED}missing": "--objective.rewards_by scores:missing: ",
+    f"{SCORED}raises": "--objective.rewards_by scores:raises: KeyError",
+    f"{SCORED}nan": "--objective.rewards_by scores:nan: letters is nan; return finite numbers",
+    f"{SCORED}short": "--objective.rewards_by scores:short: ",
+    f"{SCORED}hangs --objective.rewards_by_timeout 1": "took longer than 1 s (--objective.rewards_by_timeout)",
+    f"{SCORED}length --objective.answers 1": "--objective.answers 1: must be 2 or more",
+    f"{SCORED}length --objective.max_new_tokens 60": "prompts.jsonl line 1: with its answer it has up to",
+    f"{SCORED}length --pipeline_parallel_size 2": "--pipeline_parallel_size 2: ",
+    f"{SCORED}length --data JSON --data.prompt_style plain": "learns from prompts; use --data Prompts",
+}
+
+
+@pytest.mark.parametrize("options", REFUSED)
+def test_mistakes_are_one_line(folder, options, capsys):
+    assert run(f"{RUN} --eval.interval 0 {options}", "out") == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert REFUSED[options] in error, error
+
+
+def test_equal_rewards_change_nothing_but_the_decay(folder):
+    words = f"{GRPO_RUN} --eval.interval 0 --optimizer.weight_decay 0".replace("scores:length", "scores:equal")
+    assert run(words, "out") == 0
+    first, last = load_weights(Path("base")), load_weights(Path("out/final"))
+    assert all(torch.equal(first[name], last[name]) for name in first)
+    assert all(row["dropped"] == 1 and row["loss"] == 0 for row in curve("out"))
+
+
+def test_distillation_on_answers_of_the_student(folder, corpus):
+    (folder / "teacher").mkdir()
+    write_base(folder / "teacher", corpus, n_layer=3)
+    words = f"{RUN} --objective OnPolicyDistillation --objective.teacher_dir teacher --eval.interval 3"
+    longer = words.replace("max_steps 3", "max_steps 12").replace("rate 1e-2", "rate 1e-3")
+    assert run(f"{longer} --objective.divergence reverse_kl --eval.initial_validation true", "out") == 0
+    losses = [row["val_loss"] for row in curve("out") if "val_loss" in row]
+    assert losses == sorted(losses, reverse=True) and losses[-1] < 0.9 * losses[0]
+    assert run(f"{words} --objective.data_share 0.9", "mixed") == 0
+    texts = [answer["text"] for step in range(3) for answer in rollouts_of("mixed", step)]
+    assert 6 <= sum("reads" in text for text in texts) <= 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_ranks_train_one_curve_on_the_answers_of_one(folder, strategy):
+    words = f"{GRPO_RUN} --eval.interval 3 --train.max_steps 6"
+    assert run(words, "one") == 0
+    (folder / "two").mkdir()
+    subprocess.run(["cp", "-r", "one/rollouts", "two/rollouts"], check=True)
+    two = words.replace("--devices 1", f"--devices 2 --strategy {strategy}").split()
+    subprocess.run([sys.executable, "-m", "toolkit", "finetune_full", *two, "--out_dir", "two"], check=True)
+    for a, b in zip(curve("one"), curve("two"), strict=True):
+        for name in ("loss", "grad_norm", "reward", "val_reward"):
+            assert a.get(name, 0) == pytest.approx(b.get(name, 0), rel=1e-5, abs=1e-6, nan_ok=True), (name, a, b)

@@ -1,0 +1,27 @@
+"""What every run calls: checks and callbacks of on-policy objectives. Imports no torch."""
+
+from typing import Any
+
+from toolkit.errors import UserError
+from toolkit_on_policy.objective import OnPolicy
+
+
+def check(args: Any) -> None:
+    """Raise UserError for an option that is not supported, of a :class:`toolkit.planning.run_args.RunArgs`."""
+    if not isinstance(args.objective, OnPolicy):
+        return
+    name = f"--objective {type(args.objective).__name__}"
+    for option in ("tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size"):
+        if (size := getattr(args, option)) > 1:
+            raise UserError(f"--{option} {size}: is not supported with {name}, which generates answers; use 1")
+    if not args.is_finetune:
+        raise UserError(f"{name}: is not supported with pretrain; use finetune_full or finetune_lora")
+
+
+def make_callbacks(launch: Any, stack: Any) -> list[Any]:
+    """Return the callback of a run with an on-policy objective."""
+    if not isinstance(launch.args.objective, OnPolicy):
+        return []
+    from toolkit_on_policy.callback import RolloutMetrics
+
+    return [RolloutMetrics()]

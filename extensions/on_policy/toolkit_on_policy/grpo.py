@@ -1,0 +1,146 @@
+"""GRPO (arXiv 2402.03300, section 4.1), in its smallest exact form: one update per rollout, no KL term.
+
+With r_i the reward of answer i of a prompt, the advantage A_i is r_i minus the mean over the prompt's answers
+(arXiv 2503.20783, section 3: without the division by the standard deviation, which --objective.divide_by_std adds).
+The loss is - sum A_i p(token) / p_old(token) over all tokens of the global batch, divided by their number. p_old is p
+before the update, of the same forward pass: the ratio is 1, and only its gradient counts.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from toolkit.data.base import PreparedData
+from toolkit.errors import UserError, require_option
+from toolkit.models.labels import IGNORE_INDEX, TOKENS
+from toolkit.objectives.base import LOSS, Part
+from toolkit_on_policy.objective import ANSWERS, LOGGED, OnPolicy
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from toolkit.data.batch import Batch
+    from toolkit.training.launch import Launch
+    from toolkit_on_policy.rollouts import Rollout
+
+REWARD = "reward"
+_LOGGED = (REWARD, *LOGGED, "dropped")
+
+
+@dataclass
+class GRPO(OnPolicy):
+    """Raise the rewards of the model's own answers, relative to its other answers to the same prompt.
+
+    The loss of a validation is the negative mean reward of greedy answers to held-out prompts.
+
+    Args:
+        answers: Answers to each prompt in a step.
+        rewards_by: Functions as in --eval.metric, with a number for each answer; a sum if several.
+        rewards_by_timeout: Seconds that a call of a function may take.
+        divide_by_std: Divide advantages by the standard deviation of the prompt's rewards.
+        mask_truncated: Do not train on answers that are cut off.
+    """
+
+    answers: int = 8
+    rewards_by: str = ""
+    rewards_by_timeout: float = 60.0
+    divide_by_std: bool = False
+    mask_truncated: bool = True
+
+    normalizers = (TOKENS, ANSWERS)
+    higher_is_better = {REWARD: True}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_option(bool(self.rewards_by), "objective.rewards_by", self.rewards_by, "must name a function")
+        require_option(self.answers > 1, "objective.answers", self.answers, "must be 2 or more, to compare them")
+
+    def prepare(self, launch: Launch) -> PreparedData:
+        from toolkit_metric.entries import parse_metrics
+        from toolkit_metric.process import MetricProcess
+
+        from toolkit.distributed import ranks
+
+        self._functions: list[MetricProcess] = []
+        self._differences: list[Tensor] = []
+        if ranks.global_rank() == 0:
+            for metric in parse_metrics(self.rewards_by):
+                process = MetricProcess(metric, self.rewards_by_timeout, "--objective.rewards_by")
+                weakref.finalize(self, process.close)
+                self._functions.append(process)
+        return super().prepare(launch)
+
+    def rewards(self, rollouts: list[Rollout], prompts: Any) -> list[dict[str, float]]:
+        asked = [prompts[rollout.prompt] for rollout in rollouts]
+        texts, references, rows = [r.text for r in rollouts], [p.reference for p in asked], [p.row for p in asked]
+        found: list[dict[str, float]] = [{} for _ in rollouts]
+        for process in self._functions:
+            for name, values in process.call(texts, references, rows).items():
+                flag = f"--objective.rewards_by {process.metric.entry}"
+                if not isinstance(values, list):
+                    raise UserError(f"{flag}: {name} is one number; return a list with one for each answer")
+                for of_answer, value in zip(found, values, strict=True):
+                    if not math.isfinite(value):
+                        raise UserError(f"{flag}: {name} is {value}; return finite numbers")
+                    of_answer[name] = value
+        return found
+
+    def advantages(self, rollouts: list[Rollout], n: int) -> list[float | None]:
+        values: list[float | None] = []
+        for start in range(0, len(rollouts), n):
+            group = rollouts[start : start + n]
+            rewards = [sum(rollout.rewards.values()) for rollout in group]
+            mean, std = statistics.fmean(rewards), statistics.pstdev(rewards)
+            scale = std if self.divide_by_std else 1.0
+            for rollout, reward in zip(group, rewards, strict=True):
+                is_masked = std == 0 or (self.mask_truncated and not rollout.has_ended)
+                values.append(None if is_masked else (reward - mean) / scale)
+        return values
+
+    def parts(self, module: nn.Module) -> tuple[Part, ...]:
+        return (Part(LOSS, TOKENS if module.training else ANSWERS), *(Part(name, ANSWERS, 0) for name in _LOGGED))
+
+    def sums(self, model: nn.Module, batch: Batch, device: torch.device) -> dict[str, Tensor]:
+
+        logged = {name: batch.value(name, device).sum() for name in _LOGGED}
+        if not model.training:
+            return {LOSS: -logged[REWARD]} | logged
+        log_probs = self._log_probs(model, batch, device)
+        mask = (batch.labels != IGNORE_INDEX).to(device)
+        log_probs = log_probs[mask]  # none if the batch has no answer to train on, and no targets then
+        targets = batch.values["targets"].to(device) if len(log_probs) else log_probs.new_zeros(0, 2)
+        decoder, advantage = targets.unbind(1)
+        loss = -(advantage * (log_probs - log_probs.detach()).exp()).sum()
+        self._differences.append((log_probs.detach() - decoder).abs())
+        return {LOSS: loss} | logged
+
+    def take_differences(self) -> list[float]:
+        differences, self._differences = self._differences, []
+        return [value for part in differences for value in part.tolist()]
+
+    def _log_probs(self, model: nn.Module, batch: Batch, device: torch.device) -> Tensor:
+        """Return the log-probabilities of the labels as the decoder samples them, (B, T) fp32.
+
+        At the temperature, and over the tokenizer's vocabulary: the padding of the head is never sampled.
+        """
+        from toolkit.models.loss import head_loss
+        from toolkit.objectives.inputs import run_with_head
+
+        def head(gpt: Any, x: Tensor, labels: Tensor) -> Tensor:
+            head, size = gpt.lm_head, gpt.config.vocab_size
+            x, bias, low_rank = gpt.head_input(x) / self.temperature, head.bias, None
+            if not head.adapters_off:
+                hidden, b = head.low_rank(x, x.dtype)
+                low_rank = hidden, b[:size]
+            bias = None if bias is None else bias[:size] / self.temperature
+            softcap = gpt.config.final_logit_softcapping
+            softcap = None if softcap is None else softcap / self.temperature
+            values = head_loss(x, head.weight[:size], bias, labels, low_rank, softcap=softcap, log_probs=True)
+            return values.clone()  # FSDP warns of views
+
+        return run_with_head(model, batch, device, head)[0]

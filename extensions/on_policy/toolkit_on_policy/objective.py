@@ -1,0 +1,180 @@
+"""What objectives over the model's own answers share: they generate, store, score and batch them before each step."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from toolkit.config.checks import require_positive
+from toolkit.data.base import PreparedData, Row
+from toolkit.errors import UserError
+from toolkit.objectives.base import Objective
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from toolkit.data.batch import Batch
+    from toolkit.training.launch import Launch
+    from toolkit_on_policy.rollouts import Rollout
+
+ANSWERS = "answers"
+LOGGED = ("answer_tokens", "truncated")
+"""Logged of each answer."""
+
+
+@dataclass
+class OnPolicy(Objective):
+    """An objective over answers that the model samples before each step.
+
+    Args:
+        answers: Answers to each prompt in a step.
+        max_new_tokens: Tokens of an answer; longer ones are cut off.
+        temperature: Divides the logits, in sampling and in the loss.
+    """
+
+    answers: int = 1
+    max_new_tokens: int = 128
+    temperature: float = 1.0
+
+    data_share: ClassVar[float] = 0.0
+
+    def __post_init__(self) -> None:
+        require_positive("objective", self, "answers", "max_new_tokens", "temperature")
+
+    def count(self, batch: Batch) -> dict[str, int]:
+        return {ANSWERS: sum(row >= 0 for row in batch.ids)}
+
+    def prepare(self, launch: Launch) -> PreparedData:
+        from toolkit_on_policy.prompts import PromptRows
+
+        if not isinstance(launch.data.train, PromptRows):
+            raise UserError(f"--objective {type(self).__name__}: learns from prompts; use --data Prompts")
+        self._launch, self.rollout_speed = launch, 0.0
+        limit = launch.config.max_seq_length or 0
+        datasets: Any = launch.data.train, launch.data.val
+        for rows in datasets:
+            for prompt in rows.prompts:
+                if (n := len(prompt.ids) + self.max_new_tokens) > limit + 1:
+                    hint = f"with its answer it has up to {n} tokens; a row has {limit} (--train.max_seq_length)"
+                    raise UserError(f"--objective.max_new_tokens {self.max_new_tokens}: {prompt.where}: {hint}")
+        return launch.data
+
+    def begin_step(self, model: nn.Module, micro_batches: list[Batch]) -> list[Batch]:
+        """Return micro-batches of answers to the prompts of ``micro_batches``."""
+        from toolkit.distributed import ranks
+
+        n = self.answers if model.training else 1
+        own = [pair for batch in micro_batches for pair in zip(batch.ids, batch.sample_keys, strict=True)]
+        prompts = sorted({pair for pairs in ranks.all_gather_object(own) for pair in pairs if pair[0] >= 0})
+        rollouts = self._rollouts(model, prompts, n)
+        advantages = self.advantages(rollouts, n)
+        by_prompt: dict[tuple[int, int], list[Row]] = {}
+        for rollout, advantage in zip(rollouts, advantages, strict=True):
+            row = self._row(rollout, advantage, model.training)
+            by_prompt.setdefault((rollout.prompt, rollout.key), []).append(row)
+        return self._batches(own, by_prompt, n)
+
+    def take_differences(self) -> list[float]:
+        """Return how far the decoder's log-probabilities were from the trainer's, in nats, since the last call."""
+        return []
+
+    def advantages(self, rollouts: list[Rollout], n: int) -> list[float | None]:
+        """Return the advantage of each answer, ``n`` of each prompt one after the other; None: it is not trained on."""
+        return [0.0] * len(rollouts)
+
+    def rewards(self, rollouts: list[Rollout], prompts: Any) -> list[dict[str, float]]:
+        """Return the rewards of each answer by name. Called on rank 0."""
+        return [{}] * len(rollouts)
+
+    def _rollouts(self, model: nn.Module, prompts: list[tuple[int, int]], n: int) -> list[Rollout]:
+        """Read or generate ``n`` answers to each prompt, an index and its key. The same on every rank. Collective."""
+        from toolkit_metric.callback import answerer_of
+        from toolkit_metric.prompts import prompt_template
+
+        from toolkit.data.cache import hash_inputs
+        from toolkit.distributed import ranks
+        from toolkit.inference.sampling import Sampling
+        from toolkit.inference.text import TextStream, stop_tokens
+        from toolkit.training.callbacks.samples import generating
+        from toolkit.training.hyperparameters import objective_entry
+        from toolkit_on_policy.rollouts import Rollout, read_rollouts, seed_of, write_rollouts
+
+        launch, step, is_training = self._launch, self._launch.progress.step, model.training
+        rows: Any = launch.data.train if is_training else launch.data.val
+        tokenizer: Any = launch.data.tokenizer
+        seed = launch.args.seed
+        origin = hash_inputs([launch.data.content_key, objective_entry(self), seed, step, prompts])
+        if is_training and (stored := ranks.result_of_rank0(lambda: read_rollouts(launch.out_dir, step, origin))):
+            return stored
+        items = [(prompt, key, number) for prompt, key in prompts for number in range(n)]
+        from_data = {item for item in items if is_training and self._is_from_data(item, step)}
+        asked = [item for item in items if item not in from_data]
+        start = time.perf_counter()
+        with generating(model), launch.fabric.autocast():
+            sampled = answerer_of(launch, model).sample(
+                [rows.prompts[prompt].ids for prompt, _, _ in asked],
+                [seed_of(seed, prompt, step, number) for prompt, _, number in asked],
+                [*dict.fromkeys([*prompt_template(tokenizer).stop_ids, *stop_tokens(tokenizer)])],
+                sampling=Sampling(temperature=self.temperature if is_training else 0.0),
+                max_new_tokens=self.max_new_tokens,
+                cuda_graph=False,
+            )
+        seconds = time.perf_counter() - start
+        answers = dict(zip(asked, sampled, strict=True))
+        rollouts = []
+        for item in items:
+            prompt = rows.prompts[item[0]]
+            tokens, log_probs, has_ended = answers.get(item) or (prompt.answer, [0.0] * len(prompt.answer), True)
+            text = "".join(TextStream(tokenizer, prompt.ids).read(tokens[: len(tokens) - has_ended]))
+            rollouts.append(Rollout(*item, tokens, log_probs, has_ended, text, {}))
+        rewards = ranks.result_of_rank0(lambda: self.rewards(rollouts, rows.prompts))
+        rollouts = [rollout._replace(rewards=values) for rollout, values in zip(rollouts, rewards, strict=True)]
+        if is_training:
+            self.rollout_speed = sum(len(answer.tokens) for answer in sampled) / seconds
+            ranks.result_of_rank0(lambda: write_rollouts(launch.out_dir, step, origin, rollouts))
+        return rollouts
+
+    def _is_from_data(self, item: tuple[int, int, int], step: int) -> bool:
+        """Whether to train on the answer of the data instead."""
+        from toolkit_on_policy.rollouts import seed_of
+
+        prompt, _, number = item
+        return seed_of(self._launch.args.seed + 1, prompt, step, number) < self.data_share * 2**56
+
+    def _row(self, rollout: Rollout, advantage: float | None, is_training: bool) -> Row:
+        import torch
+
+        from toolkit.models.labels import IGNORE_INDEX
+
+        rows: Any = self._launch.data.train if is_training else self._launch.data.val
+        prompt, tokens = rows.prompts[rollout.prompt].ids, torch.tensor(rollout.tokens)
+        labels = torch.cat([torch.full([len(prompt) - 1], IGNORE_INDEX), tokens])
+        targets = torch.tensor([[value, advantage or 0.0] for value in rollout.log_probs], dtype=torch.float32)
+        if advantage is None:
+            labels, targets = labels.fill_(IGNORE_INDEX), targets[:0]
+        values: dict[str, float] = {
+            "answer_tokens": len(tokens),
+            "truncated": not rollout.has_ended,
+            "dropped": advantage is None,
+        }
+        values |= {"reward": sum(rollout.rewards.values()), **{f"reward_{k}": v for k, v in rollout.rewards.items()}}
+        return {
+            "input_ids": torch.cat([torch.tensor(prompt), tokens])[:-1], "labels": labels, "targets": targets,
+            "values": {name: float(value) for name, value in values.items()},
+        }  # fmt: skip
+
+    def _batches(self, own: list[tuple[int, int]], rows: dict[tuple[int, int], list[Row]], n: int) -> list[Batch]:
+        """Return this rank's micro-batches: the rows of its prompts, in which -1 is a filler."""
+        from toolkit.data.batch import choose_padding, collate
+
+        config, device = self._launch.config, self._launch.fabric.device
+        padding = choose_padding(device.type, True, config.max_seq_length)
+        listed = [(pair, row) for pair in own for row in rows.get(pair, [None] * n)]
+        size, batches = config.batch.micro_batch_size, []
+        for part in (listed[i : i + size] for i in range(0, len(listed), size)):
+            ids, keys = ([pair[i] for pair, _ in part] for i in range(2))
+            batch = collate([row for _, row in part], ids, keys, 1, padding)
+            batch.counts |= self.count(batch)
+            batches.append(batch)
+        return batches

@@ -1,0 +1,90 @@
+"""Answers of the trained model to the prompts of a step, written before the step trains on them.
+
+An answer is a pure function of the weights and of (seed, prompt, step, number of the answer), whatever the ranks. The
+file of a step is read again by a resumed run, which then generates nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from toolkit.checkpoints.store import newest_first, step_of
+from toolkit.errors import UserError
+from toolkit.io.atomic import write_atomic
+from toolkit.io.checksums import crc32_of
+from toolkit.io.safe_parse import parse_json, read_bounded
+
+FOLDER = "rollouts"
+
+
+class Rollout(NamedTuple):
+    """An answer.
+
+    Args:
+        prompt: Index of the prompt.
+        key: Position of the prompt in the sample stream.
+        number: Of the answer to this prompt.
+        tokens: Token ids, with the one that ends it.
+        log_probs: Of each token, in nats, as the decoder computed them.
+        has_ended: False if it is cut off.
+        text: Without the end.
+        rewards: By name; empty without reward functions.
+    """
+
+    prompt: int
+    key: int
+    number: int
+    tokens: list[int]
+    log_probs: list[float]
+    has_ended: bool
+    text: str
+    rewards: dict[str, float]
+
+
+def seed_of(seed: int, prompt: int, step: int, number: int) -> int:
+    """Return the sampling seed of an answer."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {prompt} {step} {number}".encode()).digest()[:7], "big")
+
+
+def path_of(out_dir: Path, step: int) -> Path:
+    """Return the file of the answers that the step after ``step`` trains on."""
+    return out_dir / FOLDER / f"step-{step:08d}.jsonl"
+
+
+def write_rollouts(out_dir: Path, step: int, origin: str, rollouts: Sequence[Rollout]) -> None:
+    """Write the answers of a step, and delete those of steps before the oldest checkpoint.
+
+    ``origin`` identifies the options and the data that the answers depend on.
+    """
+    lines = [json.dumps(rollout._asdict()) for rollout in rollouts]
+    body = "".join(f"{line}\n" for line in lines).encode()
+    head = json.dumps({"origin": origin, "crc32": crc32_of(body)})
+    path = path_of(out_dir, step)
+    try:
+        write_atomic(path, f"{head}\n".encode() + body)
+    except OSError as error:
+        hint = "free space, then use --resume auto"
+        raise UserError(f"--out_dir {out_dir}: {path.name}: {error.strerror}; {hint}") from None
+    oldest = min((step_of(folder) for folder in newest_first(out_dir)), default=0)
+    for file in path.parent.glob("step-*.jsonl"):
+        if int(file.stem.removeprefix("step-")) < oldest:
+            file.unlink()
+
+
+def read_rollouts(out_dir: Path, step: int, origin: str) -> list[Rollout] | None:
+    """Return the answers of a step; None if there are none, or of another origin, or the file is damaged."""
+    path = path_of(out_dir, step)
+    if not path.is_file():
+        return None
+    head, _, body = read_bounded(path).partition(b"\n")
+    try:
+        values = parse_json(head)
+        if values != {"origin": origin, "crc32": crc32_of(body)}:
+            return None
+        return [Rollout(**parse_json(line)) for line in body.splitlines()]
+    except (ValueError, TypeError):
+        return None
