@@ -49,7 +49,8 @@ def test_the_switches_turn_off_what_runs_by_default(monkeypatch):
     stand_in = SimpleNamespace(triton_cross_entropy=triton)
     monkeypatch.setitem(sys.modules, "toolkit.models.cross_entropy_triton", stand_in)
     place = SimpleNamespace(device=torch.device("cuda"))
-    run = SimpleNamespace(fabric=place, limits=SimpleNamespace(total_seconds=None), callbacks=[])
+    usual = SimpleNamespace(makes_batches=False)
+    run = SimpleNamespace(fabric=place, limits=SimpleNamespace(total_seconds=None), callbacks=[], objective=usual)
 
     def defaults() -> tuple:
         with warnings.catch_warnings():

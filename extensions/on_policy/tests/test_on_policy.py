@@ -118,7 +118,7 @@ def test_loss_and_gradients_equal_the_formula_for_every_split():
             }
             sums = objective.sums(model, batch, torch.device("cpu"))["loss"] / total
             sums.backward()
-            loss += float(sums)
+            loss += float(sums.detach())
         return loss, {name: p.grad.clone() for name, p in model.named_parameters()}
 
     def formula() -> tuple[float, dict[str, torch.Tensor]]:
