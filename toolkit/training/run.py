@@ -200,13 +200,14 @@ class Run(Launch):
             added_bos=data.added_bos,
         )
         with record_function(VALIDATE):
-            self.model.eval()
             batches: dict[str, Iterable[Batch]] = {**read()}
-            if self.objective.makes_batches:
-                batches = {name: self.objective.begin_step(self.model, list(rows)) for name, rows in batches.items()}
-            elif self.objective.looks_ahead:
-                self.objective.look_ahead(self.model, chain(*read().values()), self.fabric.device)
-            self.model.train()
+            if self.objective.makes_batches or self.objective.looks_ahead:
+                self.model.eval()
+                if self.objective.makes_batches:
+                    batches = {name: self.objective.begin_step(self.model, list(b)) for name, b in batches.items()}
+                if self.objective.looks_ahead:
+                    self.objective.look_ahead(self.model, chain(*read().values()), self.fabric.device)
+                self.model.train()
             metrics = validate(self.fabric, self.objective, self.model, batches, self.token_bytes)
         if not math.isfinite(metrics.get("val_loss", 0.0)):
             raise GuardError(

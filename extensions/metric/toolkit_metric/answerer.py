@@ -66,8 +66,9 @@ class Answerer(NamedTuple):
         def sample(batch: Sequence[Seeded], of_all_ranks: Sequence[Seeded]) -> list[Sampled]:
             record: list[Decoder] = []
             ids, row_seeds = zip(*batch, strict=True)
-            options.update(self._options([prompt for prompt, _ in of_all_ranks]), seeds=row_seeds, record=record)
-            lengths = map(len, complete(self.model, ids, eos_ids=eos_ids, **options))
+            more = self._options([prompt for prompt, _ in of_all_ranks]) | options
+            answers = complete(self.model, ids, eos_ids=eos_ids, seeds=row_seeds, record=record, **more)
+            lengths = map(len, answers)
             rows = record[0].recorded()
             return [_end(*row, length, eos_ids) for row, length in zip(rows, lengths, strict=True)]
 

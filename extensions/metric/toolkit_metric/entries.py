@@ -61,8 +61,8 @@ class Metric(NamedTuple):
     suffix: str = ""
 
 
-def parse_metrics(value: str | Sequence[str] | None) -> list[Metric]:
-    """Return the metrics of ``--eval.metric``: names, ``NAME:TEXT`` or ``MODULE:FUNCTION``, separated by commas."""
+def parse_metrics(value: str | Sequence[str] | None, flag: str = "--eval.metric") -> list[Metric]:
+    """Return the metrics of an option: names, ``NAME:TEXT`` or ``MODULE:FUNCTION``, separated by commas."""
     paths = {name: entry.path for name, entry in registered("metrics").items()}
     metrics: list[Metric] = []
     entries = value.split(",") if isinstance(value, str) else value or []
@@ -70,20 +70,20 @@ def parse_metrics(value: str | Sequence[str] | None) -> list[Metric]:
         name, colon, argument = entry.partition(":")
         if name in paths:
             metric = Metric(entry, paths[name], argument if colon else None)
-            _require_argument(entry, name, argument)
+            _require_argument(f"{flag} {entry}", name, argument)
         elif name.endswith(".py"):
-            raise UserError(f"--eval.metric {entry}: is a file; write {name.removesuffix('.py')}:{argument}")
+            raise UserError(f"{flag} {entry}: is a file; write {name.removesuffix('.py')}:{argument}")
         elif name.replace(".", "").isidentifier() and argument.isidentifier():
             metric = Metric(entry, f"{name}.{argument}")
         else:
             hint = did_you_mean(name, paths) or f"; use {', '.join(paths)}, or MODULE:FUNCTION"
-            raise UserError(f"--eval.metric {entry}: no such metric{hint}")
+            raise UserError(f"{flag} {entry}: no such metric{hint}")
         n = sum(other.path == metric.path for other in metrics)
         metrics.append(metric._replace(suffix=f"_{n + 1}" if n else ""))
     return metrics
 
 
-def _require_argument(entry: str, name: str, argument: str) -> None:
+def _require_argument(shown: str, name: str, argument: str) -> None:
     """Raise UserError if a function of this package cannot use the text after its name."""
     fix = ""
     try:
@@ -96,4 +96,4 @@ def _require_argument(entry: str, name: str, argument: str) -> None:
     except (re.error, ValueError) as error:
         fix = str(error)
     if fix:
-        raise UserError(f"--eval.metric {entry}: {fix}")
+        raise UserError(f"{shown}: {fix}")

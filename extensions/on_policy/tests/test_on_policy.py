@@ -209,6 +209,7 @@ def test_files_are_checked_and_deleted_with_the_checkpoints(tmp_path):
 SCORED = "--objective GRPO --objective.rewards_by scores:"
 REFUSED = {
     "--objective GRPO": "--objective.rewards_by : must name a function",
+    "--objective GRPO --objective.rewards_by nothing": "--objective.rewards_by nothing: no such metric",
     f"{SCORED}missing": "--objective.rewards_by scores:missing: ",
     f"{SCORED}raises": "--objective.rewards_by scores:raises: KeyError",
     f"{SCORED}nan": "--objective.rewards_by scores:nan: letters is nan; return finite numbers",

@@ -69,7 +69,7 @@ class GRPO(OnPolicy):
         self._functions: list[MetricProcess] = []
         self._differences: list[Tensor] = []
         if ranks.global_rank() == 0:
-            for metric in parse_metrics(self.rewards_by):
+            for metric in parse_metrics(self.rewards_by, "--objective.rewards_by"):
                 process = MetricProcess(metric, self.rewards_by_timeout, "--objective.rewards_by")
                 weakref.finalize(self, process.close)
                 self._functions.append(process)
@@ -106,7 +106,6 @@ class GRPO(OnPolicy):
         return (Part(LOSS, TOKENS if module.training else ANSWERS), *(Part(name, ANSWERS, 0) for name in _LOGGED))
 
     def sums(self, model: nn.Module, batch: Batch, device: torch.device) -> dict[str, Tensor]:
-
         logged = {name: batch.value(name, device).sum() for name in _LOGGED}
         if not model.training:
             return {LOSS: -logged[REWARD]} | logged

@@ -157,8 +157,8 @@ class OnPolicy(Objective):
             "answer_tokens": len(tokens),
             "truncated": not rollout.has_ended,
             "dropped": advantage is None,
+            "reward": sum(rollout.rewards.values()),
         }
-        values |= {"reward": sum(rollout.rewards.values()), **{f"reward_{k}": v for k, v in rollout.rewards.items()}}
         return {
             "input_ids": torch.cat([torch.tensor(prompt), tokens])[:-1], "labels": labels, "targets": targets,
             "values": {name: float(value) for name, value in values.items()},
