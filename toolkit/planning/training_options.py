@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 import toolkit.data
 from toolkit.checkpoints.find import find_checkpoint_dir
-from toolkit.checkpoints.hf.sums import require_intact
 from toolkit.checkpoints.store import ADAPTERS, WEIGHTS
 from toolkit.config import (
     AUTO,
@@ -205,6 +204,7 @@ def read_lora(options: FinetuneLoRAOptions) -> LoRAConfig:
         if flags[name] != default:
             raise UserError(f"--{name} {flags[name]} has no effect with --from_peft {peft_dir}; remove one of them")
     from toolkit.checkpoints.folder import read_model_config  # these import torch
+    from toolkit.checkpoints.hf.sums import require_intact
     from toolkit.checkpoints.importers import import_adapters
 
     base = find_checkpoint_dir(options.checkpoint_dir)
