@@ -217,7 +217,7 @@ def test_names_of_other_tools_get_a_hint(refusal):
         (["pretrain", "--use-fsdp"], ["did you mean --strategy fsdp?"]),
         (["pretrain", "--parallelism.tensor_parallel_degree", "2"], ["did you mean --tensor_parallel_size?"]),
         (["pretrain", "--expert_parallel_size", "2"], ["no such option; experts are sharded"]),
-        (["pretrain", "pico-llama", "--objective", "PPO"], ["no such class; reinforcement learning is not available"]),
+        (["pretrain", "pico-llama", "--objective", "PPO"], ["no such class; use GRPO, of an extension"]),
         (
             ["convert_to_gguf", "x", "y", "--quantize", "q4"],
             ["no such option; the types are those of --dtype", "llama-q"],

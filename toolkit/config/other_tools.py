@@ -190,7 +190,8 @@ TinyLlama MicroLlama SlimPajama StarCoder = use LitData for prepared chunks, as 
 config_hub/pretrain/tiny-llama.yaml, or HuggingFaceText
 csv json jsonl ndjson parquet txt = a file is given as --data CSV --data.csv_path FILE, --data JSON --data.json_path \
 FILE, --data Parquet --data.parquet_path FILE or --data TextFiles --data.train_data_path FILE
-PPO GRPO RLOO = reinforcement learning is not available; use TRL
+GRPO OnPolicyDistillation = of an extension: `pip install -e extensions/on_policy`
+PPO RLOO = use GRPO, of an extension: `pip install -e extensions/on_policy`
 Deita LongForm FLAN = use JSON with --data.json_path FILE, or HuggingFace with --data.repo_id NAME
 """)
 """Hints for other tools' data modules and objectives."""
@@ -207,8 +208,8 @@ COMMAND_HINTS = _hints("""
 sft train finetune = use finetune_full or finetune_lora; pretrain for plain text
 dpo train_dpo orpo cpo simpo kto = use finetune_lora or finetune_full with --objective DPO, KTO, ORPO or SimPO, and \
 --data Preference
-grpo ppo rloo rlhf reward = reinforcement learning is not available; finetune_lora --objective DPO learns from pairs \
-of answers
+grpo ppo rloo rlhf reward = finetune_lora --objective DPO learns from pairs of answers; reinforcement learning is an \
+extension: `pip install -e extensions/on_policy`
 export upload = convert_to_gguf writes a file for llama.cpp, convert_to_hf a folder for `vllm serve`, or for the hub \
 with --push_to_hub
 env info = use doctor
