@@ -154,6 +154,17 @@ def test_a_run_trains_on_its_answers_and_the_decoder_computes_as_the_trainer(fol
     assert rows[-1]["reward"] == pytest.approx(mean) and rows[-1]["truncated"] > 0
 
 
+def test_a_prompt_that_a_step_has_twice_gets_other_answers(folder):
+    lines = Path("prompts.jsonl").read_text().splitlines(keepends=True)
+    Path("prompts.jsonl").write_text("".join(lines[:5]))
+    assert run(f"{GRPO_RUN} --data.val_split_fraction 0", "out") == 0
+    steps = [rollouts_of("out", step) for step in range(3)]
+    assert any(len({a["prompt"] for a in answers}) < 4 for answers in steps)  # an epoch ends within the step
+    for answers in steps:
+        groups = [[a["tokens"] for a in answers if a["key"] == key] for key in {a["key"] for a in answers}]
+        assert len(groups) == 4 and all(groups.count(group) == 1 for group in groups)
+
+
 @pytest.mark.parametrize("fault", ["temperature", "position", "end"])
 def test_a_wrong_decoder_is_seen(folder, fault, monkeypatch):
     """What the trainer computes differs then from what the decoder says."""

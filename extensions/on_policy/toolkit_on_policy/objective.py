@@ -114,7 +114,7 @@ class OnPolicy(Objective):
         with generating(model), launch.fabric.autocast():
             sampled = answerer_of(launch, model).sample(
                 [rows.prompts[prompt].ids for prompt, _, _ in asked],
-                [seed_of(seed, prompt, step, number) for prompt, _, number in asked],
+                [seed_of(seed, key, step, number) for _, key, number in asked],
                 [*dict.fromkeys([*prompt_template(tokenizer).stop_ids, *stop_tokens(tokenizer)])],
                 sampling=Sampling(temperature=self.temperature if is_training else 0.0),
                 max_new_tokens=self.max_new_tokens,
@@ -139,8 +139,8 @@ class OnPolicy(Objective):
         """Whether to train on the answer of the data instead."""
         from toolkit_on_policy.rollouts import seed_of
 
-        prompt, _, number = item
-        return seed_of(self._launch.args.seed + 1, prompt, step, number) < self.data_share * 2**56
+        _, key, number = item
+        return seed_of(self._launch.args.seed + 1, key, step, number) < self.data_share * 2**56
 
     def _row(self, rollout: Rollout, advantage: float | None, is_training: bool) -> Row:
         import torch

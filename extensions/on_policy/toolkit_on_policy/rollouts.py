@@ -1,6 +1,6 @@
 """Answers of the trained model to the prompts of a step, written before the step trains on them.
 
-An answer is a pure function of the weights and of (seed, prompt, step, number of the answer), whatever the ranks. The
+An answer is a pure function of the weights and of (seed, key of the prompt, step, number), whatever the ranks. The
 file of a step is read again by a resumed run, which then generates nothing.
 """
 
@@ -45,9 +45,9 @@ class Rollout(NamedTuple):
     rewards: dict[str, float]
 
 
-def seed_of(seed: int, prompt: int, step: int, number: int) -> int:
-    """Return the sampling seed of an answer."""
-    return int.from_bytes(hashlib.sha256(f"{seed} {prompt} {step} {number}".encode()).digest()[:7], "big")
+def seed_of(seed: int, key: int, step: int, number: int) -> int:
+    """Return the sampling seed of an answer. A prompt that a step has twice has two keys."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {key} {step} {number}".encode()).digest()[:7], "big")
 
 
 def path_of(out_dir: Path, step: int) -> Path:
