@@ -229,6 +229,7 @@ REFUSED = {
     f"{SCORED}length --objective.answers 1": "--objective.answers 1: must be 2 or more",
     f"{SCORED}length --objective.max_new_tokens 60": "prompts.jsonl line 1: with its answer it has up to",
     f"{SCORED}length --pipeline_parallel_size 2": "--pipeline_parallel_size 2: ",
+    f"{SCORED}length --train.neftune_alpha 5": "--train.neftune_alpha 5.0: is not supported with --objective GRPO",
     f"{SCORED}length --data JSON --data.prompt_style plain": "learns from prompts; use --data Prompts",
 }
 
@@ -246,6 +247,21 @@ def test_equal_rewards_change_nothing_but_the_decay(folder):
     first, last = load_weights(Path("base")), load_weights(Path("out/final"))
     assert all(torch.equal(first[name], last[name]) for name in first)
     assert all(row["dropped"] == 1 and row["loss"] == 0 for row in curve("out"))
+
+
+def test_experts_are_balanced(folder, corpus):
+    (folder / "experts").mkdir()
+    write_base(
+        folder / "experts",
+        corpus,
+        n_expert=4,
+        n_expert_per_token=2,
+        moe_intermediate_size=32,
+        mlp_class_name="LLaMAMoE",
+        router_aux_loss_coef=0.1,
+    )
+    assert run(f"{GRPO_RUN.replace('base', 'experts', 1)} --eval.interval 3", "out") == 0
+    assert all(row["balancing_loss"] > 0 and row["difference_largest"] < 1e-5 for row in curve("out"))
 
 
 def test_distillation_on_answers_of_the_student(folder, corpus):

@@ -3,6 +3,7 @@
 from typing import Any
 
 from toolkit.errors import UserError
+from toolkit_on_policy.grpo import GRPO
 from toolkit_on_policy.objective import OnPolicy
 
 
@@ -14,6 +15,10 @@ def check(args: Any) -> None:
     for option in ("tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size"):
         if (size := getattr(args, option)) > 1:
             raise UserError(f"--{option} {size}: is not supported with {name}, which generates answers; use 1")
+    noise = {"lora_dropout": args.lora and args.lora.dropout, "train.neftune_alpha": args.train.neftune_alpha}
+    for option, value in noise.items():
+        if value and isinstance(args.objective, GRPO):
+            raise UserError(f"--{option} {value}: is not supported with {name}, which samples without it; remove it")
     if not args.is_finetune:
         raise UserError(f"{name}: is not supported with pretrain; use finetune_full or finetune_lora")
 

@@ -14,6 +14,8 @@ import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from toolkit_align.log_probs import BALANCING, balancing_parts
+
 from toolkit.data.base import PreparedData
 from toolkit.errors import UserError, require_option
 from toolkit.models.labels import IGNORE_INDEX, TOKENS
@@ -103,27 +105,30 @@ class GRPO(OnPolicy):
         return values
 
     def parts(self, module: nn.Module) -> tuple[Part, ...]:
-        return (Part(LOSS, TOKENS if module.training else ANSWERS), *(Part(name, ANSWERS, 0) for name in _LOGGED))
+        logged = (Part(name, ANSWERS, 0) for name in _LOGGED)
+        if not module.training:
+            return (Part(LOSS, ANSWERS), *logged)
+        return (Part(LOSS), *balancing_parts(module), *logged)
 
     def sums(self, model: nn.Module, batch: Batch, device: torch.device) -> dict[str, Tensor]:
         logged = {name: batch.value(name, device).sum() for name in _LOGGED}
         if not model.training:
             return {LOSS: -logged[REWARD]} | logged
-        log_probs = self._log_probs(model, batch, device)
+        log_probs, balancing = self._log_probs(model, batch, device)
         mask = (batch.labels != IGNORE_INDEX).to(device)
         log_probs = log_probs[mask]  # none if the batch has no answer to train on, and no targets then
         targets = batch.values["targets"].to(device) if len(log_probs) else log_probs.new_zeros(0, 2)
         decoder, advantage = targets.unbind(1)
         loss = -(advantage * (log_probs - log_probs.detach()).exp()).sum()
         self._differences.append((log_probs.detach() - decoder).abs())
-        return {LOSS: loss} | logged
+        return {LOSS: loss, BALANCING: balancing} | logged
 
     def take_differences(self) -> list[float]:
         differences, self._differences = self._differences, []
         return [value for part in differences for value in part.tolist()]
 
-    def _log_probs(self, model: nn.Module, batch: Batch, device: torch.device) -> Tensor:
-        """Return the log-probabilities of the labels as the decoder samples them, (B, T) fp32.
+    def _log_probs(self, model: nn.Module, batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the log-probabilities of the labels as the decoder samples them, (B, T) fp32, and the balancing loss.
 
         At the temperature, and over the tokenizer's vocabulary: the padding of the head is never sampled.
         """
@@ -142,4 +147,4 @@ class GRPO(OnPolicy):
             values = head_loss(x, head.weight[:size], bias, labels, low_rank, softcap=softcap, log_probs=True)
             return values.clone()  # FSDP warns of views
 
-        return run_with_head(model, batch, device, head)[0]
+        return run_with_head(model, batch, device, head)
