@@ -1,6 +1,5 @@
 """On-policy objectives: what is generated, stored, scored and trained on, in runs from the command line."""
 
-import json
 import math
 import subprocess
 import sys
@@ -9,70 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.compare_runs import curve
+from helpers.on_policy import GRPO_RUN, RUN, SAVING, rollouts_of, run
 from helpers.small_runs import write_base
 from toolkit_on_policy.grpo import GRPO
 from toolkit_on_policy.rollouts import Rollout, path_of, read_rollouts, write_rollouts
 
 from toolkit.checkpoints.weights import load_weights
-from toolkit.cli import main
-from toolkit.data.batch import batch_texts
 from toolkit.inference import decode
 from toolkit.inference.generate import complete
-from toolkit.models.config import ModelConfig
-from toolkit.models.gpt import GPT
-
-REWARDS = """
-import time
-
-def length(answers, references, rows):
-    return {"letters": [float(len(answer) % 7) for answer in answers]}
-
-def equal(answers, references, rows):
-    return {"letters": [1.0 for _ in answers]}
-
-def nan(answers, references, rows):
-    return {"letters": [float("nan") for _ in answers]}
-
-def short(answers, references, rows):
-    return {"letters": [1.0]}
-
-def raises(answers, references, rows):
-    raise KeyError("no such field")
-
-def hangs(answers, references, rows):
-    time.sleep(60)
-"""
-RUN = (
-    "base --data Prompts --data.json_path prompts.jsonl --data.val_split_fraction 0.25 --accelerator cpu --devices 1 "
-    "--train.global_batch_size 4 --train.micro_batch_size 2 --train.max_steps 3 --train.lr_warmup_steps 0 "
-    "--train.learning_rate 1e-2 --train.max_seq_length 64 --eval.max_new_tokens 0 --objective.max_new_tokens 8"
-)
-GRPO_RUN = (
-    f"{RUN} --objective GRPO --objective.answers 4 --objective.rewards_by scores:length "
-    "--objective.mask_truncated false"  # the random model does not end
-)
-
-SAVING = f"{GRPO_RUN} --eval.interval 0 --eval.final_validation false --train.save_interval 2"
-
-
-@pytest.fixture
-def folder(tmp_path, corpus, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    (tmp_path / "base").mkdir()
-    write_base(tmp_path / "base", corpus)
-    (tmp_path / "scores.py").write_text(REWARDS)
-    rows = [{"prompt": f"token {i} of the line", "completion": f"reads {i}", "level": i} for i in range(16)]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return tmp_path
-
-
-def run(words: str, out: str, command: str = "finetune_full") -> int:
-    return main([command, *words.split(), "--out_dir", out])
-
-
-def rollouts_of(out: str, step: int) -> list[dict]:
-    return [json.loads(line) for line in path_of(Path(out), step).read_text().splitlines()[1:]]
 
 
 def test_advantages_are_relative_to_the_prompt():
@@ -87,57 +30,6 @@ def test_advantages_are_relative_to_the_prompt():
     assert objective.advantages(cut, 4) == [0.0, -1.0, -1.0, None]  # which counts in the mean
     scaled = GRPO(answers=4, rewards_by="length", divide_by_std=True).advantages(group, 4)
     assert scaled == pytest.approx([value / math.sqrt(1.5) for value in (0.0, -1.0, -1.0, 2.0)])
-
-
-def test_loss_and_gradients_equal_the_formula_for_every_split():
-    """8 answers in one micro-batch, in 4 and in 2, in fp64, against the formula on complete logits."""
-    torch.manual_seed(0)
-    config = ModelConfig(vocab_size=90, padded_vocab_size=128, n_embd=32, n_layer=2, n_head=2, block_size=32)
-    model = GPT(config).double()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    texts, advantages, temperature = [], torch.randn(8).tolist(), 0.7
-    for i in range(8):
-        ids = torch.randint(0, 90, (6 + i,)).tolist()
-        texts.append((ids, [k >= 3 for k in range(len(ids))]))
-
-    def gradients_of(size: int) -> tuple[float, dict[str, torch.Tensor]]:
-        objective = GRPO(answers=4, rewards_by="length", temperature=temperature)
-        objective._differences = []
-        model.zero_grad()
-        total = sum(sum(mask[1:]) for _, mask in texts)
-        loss = 0.0
-        for start in range(0, 8, size):
-            part = range(start, start + size)
-            batch = batch_texts([texts[i] for i in part])
-            lines = [[0.0, advantages[i]] for i in part for trained in texts[i][1][1:] if trained]
-            zeros = torch.zeros(size)
-            batch.values |= {
-                "targets": torch.tensor(lines),
-                **dict.fromkeys(("reward", "answer_tokens", "truncated", "dropped"), zeros),
-            }
-            sums = objective.sums(model, batch, torch.device("cpu"))["loss"] / total
-            sums.backward()
-            loss += float(sums.detach())
-        return loss, {name: p.grad.clone() for name, p in model.named_parameters()}
-
-    def formula() -> tuple[float, dict[str, torch.Tensor]]:
-        model.zero_grad()
-        total, loss = 0, torch.zeros((), dtype=torch.float64)
-        for (ids, mask), advantage in zip(texts, advantages, strict=True):
-            log_p = (model(torch.tensor([ids[:-1]]))[0, :, :90] / temperature).log_softmax(-1)
-            picked = log_p[range(len(ids) - 1), ids[1:]][torch.tensor(mask[1:])]
-            loss = loss - (advantage * (picked - picked.detach()).exp()).sum()
-            total += len(picked)
-        (loss / total).backward()
-        return float(loss.detach() / total), {name: p.grad.clone() for name, p in model.named_parameters()}
-
-    expected_loss, expected = formula()
-    for size in (8, 4, 2, 1):
-        loss, gradients = gradients_of(size)
-        assert loss == pytest.approx(expected_loss, rel=1e-6)
-        for name, gradient in gradients.items():
-            torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("command", ["finetune_full", "finetune_lora"])
