@@ -68,6 +68,11 @@ def rollouts_of(out: str, step: int) -> list[dict]:
     return [json.loads(line) for line in path_of(Path(out), step).read_text().splitlines()[1:]]
 
 
+def answers_of(out: str) -> dict[str, bytes]:
+    """Return the files of answers of a run."""
+    return {path.name: path.read_bytes() for path in sorted(path_of(Path(out), 0).parent.iterdir())}
+
+
 def gradients_of_step(objective: OnPolicy, fabric, model, prompts: list[list[int]], rollouts: list[Rollout], size: int):
     """Return loss, gradients by name and the number of tokens of a step that trains on stored answers. Collective.
 

@@ -1,17 +1,25 @@
 """What is exact: the loss in every split, the decoder's probabilities, and a repeated run."""
 
+import copy
 import os
 import time
 
 import pytest
 import torch
+from helpers.compare_runs import assert_same_weights, losses
 from helpers.groups import free_port, start_ranks
-from helpers.on_policy import gradients_of_step
+from helpers.on_policy import GRPO_RUN, answers_of, gradients_of_step
+from helpers.processes import Forked, finish
+from helpers.small_runs import text_data
 from lightning import Fabric
+from toolkit_metric.answerer import Answerer
 from toolkit_on_policy.grpo import GRPO
 from toolkit_on_policy.rollouts import Rollout
 from torch import distributed as dist
 
+from toolkit.checkpoints.folder import load_model
+from toolkit.cli import main
+from toolkit.inference.sampling import Sampling
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
 
@@ -87,3 +95,64 @@ def test_n2_loss_and_gradients_equal_the_formula_in_every_split_and_on_two_ranks
         assert loss == pytest.approx(expected_loss, rel=1e-6)
         for name, gradient in by_name.items():
             assert (gradient - expected[name]).norm() <= 1e-6 * expected[name].norm(), name
+
+
+@pytest.fixture
+def trained(tmp_path, corpus) -> GPT:
+    """A model whose probabilities are no longer those of random weights."""
+    words = [
+        "pretrain", "pico-llama", *text_data(corpus), "--model_config.block_size", "320", "--accelerator", "cpu",
+        "--train.max_steps", "50", "--train.max_seq_length", "128", "--train.global_batch_size", "8",
+        "--train.micro_batch_size", "8", "--train.learning_rate", "1e-2", "--eval.interval", "0",
+        "--eval.final_validation", "false", "--eval.max_new_tokens", "0", "--train.save_interval", "0",
+        "--out_dir", str(tmp_path / "base"),
+    ]  # fmt: skip
+    assert main(words) == 0
+    assert losses(tmp_path / "base")[-1] < 2.5
+    return load_model(tmp_path / "base" / "final", dtype=torch.float32)
+
+
+def test_decoder_and_trainer_of_a_trained_model_differ_by_rounding_in_256_tokens(trained, fabric):
+    """In fp64 by the softmax, which is fp32, and in fp32 by less than the trainer differs from fp64."""
+    generator, n, temperature = torch.Generator().manual_seed(0), 256, 0.7
+    prompts = [torch.randint(3, 300, (3 + i,), generator=generator).tolist() for i in range(6)]
+
+    def sample(model: GPT) -> list[Rollout]:
+        answers = Answerer(model.eval(), fabric.device).sample(
+            [prompt for prompt in prompts for _ in range(2)], range(12), [], max_new_tokens=n,
+            sampling=Sampling(temperature=temperature),
+        )  # fmt: skip
+        return [Rollout(i // 2, i // 2, i % 2, *answer, "", {"r": float(i % 2)}) for i, answer in enumerate(answers)]
+
+    def differences(model: GPT, rollouts: list[Rollout], size: int) -> torch.Tensor:
+        """Return how far the trainer's log-probabilities are from those of the rollouts."""
+        objective = GRPO(2, n, temperature, rewards_by="r", mask_truncated=False)
+        gradients_of_step(objective, fabric, fabric.setup(model), prompts, rollouts, size)
+        return torch.tensor(objective.take_differences())
+
+    double = copy.deepcopy(trained).double()
+    assert differences(double, sample(double), 4).max() < 4e-6
+    rollouts = sample(trained)
+    exact = [rollout._replace(log_probs=log_probs_of(double, prompts, rollout, temperature)) for rollout in rollouts]
+    for size in (12, 4):
+        found, error = differences(trained, rollouts, size), differences(trained, exact, size)
+        assert len(found) == 12 * n and found.median() < 1e-6
+        assert found.max() <= max(1e-5, error.max())
+
+
+@torch.no_grad()
+def log_probs_of(model: GPT, prompts: list[list[int]], rollout: Rollout, temperature: float) -> list[float]:
+    prompt, tokens = prompts[rollout.prompt], rollout.tokens
+    logits = model(torch.tensor([prompt + tokens]))[0, :, : model.config.vocab_size]
+    log_p = (logits / temperature).log_softmax(-1)
+    return log_p[range(len(prompt) - 1, len(prompt + tokens) - 1), tokens].tolist()
+
+
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_repeated_run_has_the_same_answers_and_weights(folder, devices):
+    for name in ("one", "other"):
+        words = GRPO_RUN.replace("--devices 1", f"--devices {devices}").split()
+        process = Forked(["finetune_full", *words, "--out_dir", name], PYTHONPATH=str(folder))
+        assert finish(process)[1] == "" and process.returncode == 0
+    assert answers_of("one") == answers_of("other") and len(answers_of("one")) == 3
+    assert_same_weights(folder / "one" / "final", folder / "other" / "final")
