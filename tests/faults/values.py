@@ -13,12 +13,12 @@ from toolkit.checkpoints.adapters import ADAPTERS
 from toolkit.checkpoints.run.sharded import read_sharded
 from toolkit.checkpoints.weights import load_state, load_weights
 
-MEASURED = ("tokens_per_sec", "mfu", "peak_memory_gb", "seconds", "slowest_rank", "metrics_crc")
-"""Columns and numbers that differ between equal runs, as do times in seconds, whose names end in _s."""
+MEASURED = ("mfu", "peak_memory_gb", "seconds", "slowest_rank", "metrics_crc")
+"""Columns and numbers that differ between equal runs, as do times in seconds and speeds, see :func:`is_measured`."""
 
 
 def is_measured(name: str) -> bool:
-    return name in MEASURED or name.endswith("_s")
+    return name in MEASURED or name.endswith(("_s", "tokens_per_sec"))
 
 
 def leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:

@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.compare_runs import curve
-from helpers.on_policy import GRPO_RUN, RUN, SAVING, rollouts_of, run
+from helpers.on_policy import GRPO_RUN, RUN, rollouts_of, run
 from helpers.small_runs import write_base
 from toolkit_on_policy.grpo import GRPO
 from toolkit_on_policy.rollouts import Rollout, path_of, read_rollouts, write_rollouts
 
 from toolkit.checkpoints.weights import load_weights
 from toolkit.inference import decode
-from toolkit.inference.generate import complete
 
 
 def test_advantages_are_relative_to_the_prompt():
@@ -73,30 +72,6 @@ def test_a_wrong_decoder_is_seen(folder, fault, monkeypatch):
         monkeypatch.setattr(decode.Decoder, "recorded", rolled)
     assert run(f"{GRPO_RUN} --eval.interval 0", "out") == 0
     assert min(row["difference_largest"] for row in curve("out")) > 1e-3
-
-
-def test_a_run_that_was_killed_before_its_update_generates_nothing_again(folder, monkeypatch):
-    assert run(SAVING, "whole") == 0
-    assert run(SAVING, "killed") == 0
-    for name in ("final",):  # as if it had been killed in step 3, with the answers written
-        subprocess.run(["rm", "-r", f"killed/{name}"], check=True)
-    calls = []
-
-    def counted(*args, **options):
-        calls.append(1)
-        return complete(*args, **options)
-
-    monkeypatch.setattr("toolkit_metric.answerer.complete", counted)
-    assert run(f"{SAVING} --resume auto", "killed") == 0
-    assert not calls
-    whole, resumed = (load_weights(Path(name, "final")) for name in ("whole", "killed"))
-    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
-    path_of(Path("killed"), 2).write_text("damaged\n")
-    subprocess.run(["rm", "-r", "killed/final"], check=True)
-    assert run(f"{SAVING} --resume auto", "killed") == 0
-    assert calls  # generated again, and the same
-    resumed = load_weights(Path("killed", "final"))
-    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
 def test_files_are_checked_and_deleted_with_the_checkpoints(tmp_path):
