@@ -86,7 +86,7 @@ def gradients_of_step(objective: OnPolicy, fabric, model, prompts: list[list[int
     config = SimpleNamespace(max_seq_length=64, batch=SimpleNamespace(micro_batch_size=size))
     objective._launch = SimpleNamespace(data=SimpleNamespace(train=rows), config=config, fabric=fabric)
     objective._rollouts = lambda *_: rollouts
-    objective._differences = []
+    objective.differences, objective.speed = [], [0, 0.0, 0.0]
     ids = list(range(fabric.global_rank, len(prompts), fabric.world_size))
     batches = objective.begin_step(model.train(), [SimpleNamespace(ids=ids, sample_keys=ids)])
     counts = ranks.all_reduce_sum(**total_counts(objective, batches))

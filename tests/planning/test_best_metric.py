@@ -17,7 +17,7 @@ def test_a_direction_is_declared_known_or_asked_for():
     directions |= {"val_loss_a": None, "val_lossless": True}
 
     def check(name, mode, is_higher):
-        best = BestMetric.from_options(EvalArgs(best_by=name, best_mode=mode))
+        best = BestMetric.from_options(EvalArgs(best_by=name, best_mode=mode), NextToken())
         assert best.among(directions) == BestMetric(f"val_{name}", is_higher)
         states = [{f"val_{name}": 1.0}, {f"val_{name}": 1.0, "is_higher_better": True}]
         assert best.among(directions).is_of(states[is_higher])
@@ -28,8 +28,8 @@ def test_a_direction_is_declared_known_or_asked_for():
         ("nll", "max", True), ("ppl", "auto", False), ("loss_a", "auto", False), ("lossless", "auto", True),
     ])  # fmt: skip
     with pytest.raises(UserError, match=f"--eval.best_by val_nll: {UNKNOWN}"):
-        BestMetric.from_options(EvalArgs(best_by="nll")).among(directions)
-    assert BestMetric.from_options(EvalArgs()) == BestMetric("val_loss", False)
+        BestMetric.from_options(EvalArgs(best_by="nll"), NextToken()).among(directions)
+    assert BestMetric.from_options(EvalArgs(), NextToken()) == BestMetric("val_loss", False)
 
 
 def test_names_that_the_options_rule_out():

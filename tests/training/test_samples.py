@@ -2,6 +2,7 @@
 
 import io
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -115,7 +116,7 @@ def row(ids, labels, **more):
         (row([5, 6, 7, 8], [6, 7, 8, 9]), [5, 6]),  # text: at most half of the row
         (row(list(range(100)), list(range(1, 101))), list(range(32))),
         (row([5], [6]), [5]),
-        (row([5, 6, 7], [-100, -100, -100]), [5]),
+        (row([5, 6, 7], [-100, -100, -100]), [5, 6, 7]),  # a prompt
         (row([1, 2, 3, 4, 5], [2, 3, -100, 4, 5], documents=[0, 0, 1, 1, 1]), [1]),  # text in a packed row
         (row([1, 2, 3, 4, 5], [-100, 3, 9, 4, 5], documents=[0, 0, 0, 1, 1]), [1, 2]),
     ],
@@ -145,16 +146,18 @@ def test_n7_nan_weights_stop_the_run():
         model.lm_head.weight[3] = float("nan")
     display = SimpleNamespace(phase=lambda text: None, message=lambda text: None)
     with pytest.raises(GuardError, match="not finite"):
-        Sampler([1, 2], 3, None).show(model, 1, display)
+        Sampler([1, 2], 3, None).generate(model, display)
 
 
-def test_control_characters_are_escaped():
+def test_control_characters_are_escaped(tmp_path):
     display = PlainProgress(file := io.StringIO())
     model = GPT(get_config("pico-llama").with_vocab_size(64))
     tokenizer = SimpleNamespace(
         decode=lambda ids: "a\x1b[2Jb\nc", eos_id=None, settings=lambda file: {}, name="it", files={}
     )
-    Sampler([1, 2], 3, tokenizer).show(model, 7, display)
+    weights = {"evaluation_weights": nullcontext, "model": model}
+    run = SimpleNamespace(display=display, out_dir=tmp_path, progress=SimpleNamespace(step=7), **weights)
+    Sampler([1, 2], 3, tokenizer).on_validation_end(run, {})
     shown = 'sample after step 7, to "a\\x1b[2Jb | c":\n    a\\x1b[2Jb\n    c\n'
     assert file.getvalue().partition("sample")[1:] == ("sample", shown.removeprefix("sample"))
     assert model.training

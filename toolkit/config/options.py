@@ -193,7 +193,7 @@ class EvalArgs(MetricArgs):
         max_new_tokens: Tokens to generate from a sample prompt at each validation; 0 disables. auto: 64, at most half
             of the model's context.
         best_by: Metric of a validation that decides for train.keep_best and train.patience, such as val_bpb or a
-            callback's. auto: val_loss.
+            callback's. auto: val_loss, or what the objective has.
         best_mode: Whether the highest (max) or the lowest (min) value of best_by is the best. auto: min for losses,
             errors, val_ppl and val_bpb, otherwise as the metric declares (higher_is_better).
         tasks: lm-eval tasks to run at each validation, separated by commas, in a process with transformers on a

@@ -57,13 +57,13 @@ def _select_counts(statistics: Values, prepared: PreparedData) -> Values:
 def _count_rows(prepared: PreparedData, train: TokenDataset) -> Values:
     count, surveyed = row_count(prepared.train), min(len(train), _SURVEY_ROWS)
     rows = [row for i in range(surveyed) for row in rows_of(train[i])]
-    tokens = sum(len(row["input_ids"]) for row in rows)
+    lengths = [len(row["input_ids"]) for row in rows]
     n_targets = sum(int((row["labels"] != IGNORE_INDEX).sum()) for row in rows)
     return ({} if count is None else {"train_rows": count}) | {
         "val_rows": 0 if prepared.val is None else len(prepared.val),
         "surveyed_rows": surveyed,
-        "tokens_per_row": tokens / len(rows),
-        "trained_percent": 100 * n_targets / max(tokens, 1),
+        "tokens_per_row": sum(lengths) / len(rows),
+        **({"trained_percent": 100 * n_targets / sum(lengths)} if n_targets else {"longest_row": max(lengths)}),
     }
 
 

@@ -54,6 +54,7 @@ class Objective(ABC):
         has_reference: Whether the loss compares with a reference model.
         head: The score layer that the objective trains; None trains a language model.
         higher_is_better: Whether the highest value is the best one, by part or metric, for ``--eval.best_by``.
+        best_by: The part that ``--eval.best_by auto`` compares.
         outputs: In a validation a list, to which ``sums`` may add what :meth:`metrics` needs; otherwise None.
         epochs, learning_rates: Defaults of the finetuning commands if the objective has its own; learning rates for
             adapters and for all weights.
@@ -69,6 +70,7 @@ class Objective(ABC):
     rows_per_sample: ClassVar[int] = 1
     head: ClassVar[HeadName | None] = None
     higher_is_better: ClassVar[Mapping[str, bool]] = {}
+    best_by: ClassVar[str] = LOSS
     outputs: Any = None
     epochs: ClassVar[float | None] = None
     learning_rates: ClassVar[tuple[float, float]] = (2e-4, 2e-5)
@@ -90,7 +92,10 @@ class Objective(ABC):
         return launch.data
 
     def parts(self, module: nn.Module) -> tuple[Part, ...]:
-        """Return the parts for a model. ``sums`` must return every part with a nonzero weight."""
+        """Return the parts for a model. ``sums`` must return every part with a nonzero weight.
+
+        Validations have a val_loss unless no part has a weight in evaluation mode.
+        """
         return (Part(LOSS),)
 
     def begin_step(self, model: nn.Module, micro_batches: list[Batch]) -> list[Batch]:

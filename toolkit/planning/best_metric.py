@@ -30,10 +30,11 @@ class BestMetric:
     is_higher_better: bool | None = False
 
     @classmethod
-    def from_options(cls, evaluation: EvalArgs) -> "BestMetric":
+    def from_options(cls, evaluation: EvalArgs, objective: Objective) -> "BestMetric":
         """Return the metric of ``--eval.best_by`` and ``--eval.best_mode``."""
         if evaluation.best_by == AUTO:
-            return cls(is_higher_better=evaluation.best_mode == "max")
+            mode, part = evaluation.best_mode, objective.best_by
+            return cls(VAL + part, objective.higher_is_better.get(part, False) if mode == AUTO else mode == "max")
         name = VAL + evaluation.best_by.removeprefix(VAL)
         return cls(name, None if evaluation.best_mode == AUTO else evaluation.best_mode == "max")
 
@@ -93,7 +94,7 @@ def check_best_by(
     ``metric_names`` are the names of ``--eval.metric``. The names of callbacks, tasks and objectives of a user, and of
     parts of a loss are not known yet.
     """
-    best = BestMetric.from_options(evaluation)
+    best = BestMetric.from_options(evaluation, objective)
     has_unknown = has_callbacks or evaluation.tasks is not None or not is_built_in(type(objective))
     if has_unknown or "loss" in best.name:
         return

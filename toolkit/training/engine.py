@@ -14,6 +14,7 @@ from typing import Any
 from torch.profiler import record_function
 
 from toolkit.checkpoints.store import FINAL
+from toolkit.config import AUTO
 from toolkit.data.batch import Batch
 from toolkit.distributed import ranks
 from toolkit.distributed.cpu_memory import disable_malloc_trim
@@ -102,10 +103,11 @@ def open_run(
         return None  # a launcher started it, and the first process prints
     launch = launch_run(config, world, stack, is_short)
     sampler = None
-    if launch.args.eval.max_new_tokens:
+    new_tokens = launch.args.eval.max_new_tokens
+    if new_tokens and not (new_tokens == AUTO and launch.args.objective.makes_batches):
         from toolkit.training.callbacks.samples import make_sampler  # with all of generation
 
-        sampler = make_sampler(launch.data, launch.spec.config, launch.args.eval.max_new_tokens)
+        sampler = make_sampler(launch.data, launch.spec.config, new_tokens)
     if launch.is_finished:
         finish_run(launch, stack)
         return None
@@ -203,8 +205,10 @@ class Engine:
         while True:
             started_at, start = time.perf_counter(), self.clock.note()
             with record_function(DATA_WAIT):
-                micro_batches = run.objective.begin_step(run.model, run.reader.read())
-            totals, microseconds = self._all_reduce_step(micro_batches, started_at)
+                micro_batches = run.reader.read()
+            read_at = time.perf_counter()
+            micro_batches = run.begin_step(micro_batches)
+            totals, microseconds = self._all_reduce_step(micro_batches, started_at, read_at)
             if not totals["writing"] and run.checkpointer.pending is not None:
                 self.synced_at = time.perf_counter()
                 self._read_steps(0)
@@ -217,7 +221,9 @@ class Engine:
             if step.is_last:
                 return
 
-    def _all_reduce_step(self, micro_batches: list[Batch], started_at: float) -> tuple[dict[str, int], list[list[int]]]:
+    def _all_reduce_step(
+        self, micro_batches: list[Batch], started_at: float, read_at: float
+    ) -> tuple[dict[str, int], list[list[int]]]:
         """Sum counts and flags over all ranks, in one all-reduce per step.
 
         Returns:
@@ -225,13 +231,13 @@ class Engine:
             data.
         """
         counted = micro_batches if ranks.is_first("pipeline", "context", "tensor") else []  # the others read the same
-        run, limits, data_ready_at = self.run, self.run.limits, time.perf_counter()
+        run, limits = self.run, self.run.limits
         seconds_left = min(
             (limits.max_seconds or math.inf) - (started_at - run.launched_at),
             (limits.total_seconds or math.inf) - run.progress.seconds,
         )
         return ranks.all_reduce_and_gather(
-            [round(1e6 * (data_ready_at - self.ready_at)), round(1e6 * (data_ready_at - started_at))],
+            [round(1e6 * (time.perf_counter() - self.ready_at)), round(1e6 * (read_at - started_at))],
             **{f"normalizer {name}": n for name, n in total_counts(run.objective, counted).items()},
             n_inputs=sum(batch.n_inputs for batch in counted),
             signalled=int(self.signals.received > 0),

@@ -96,7 +96,7 @@ class Launch(StartState):
         is_stopped_early = (
             patience is not None
             and stopping.get("stale_validations", 0) >= patience
-            and BestMetric.from_options(self.args.eval).is_of(stopping)
+            and BestMetric.from_options(self.args.eval, self.args.objective).is_of(stopping)
         )
         is_at_end = self.limits.reached(progress.step, progress.tokens, progress.seconds)
         return (is_at_end or is_stopped_early) and self.resume_from == self.out_dir / FINAL

@@ -31,7 +31,7 @@ from toolkit.training.garbage import GarbageCollection
 from toolkit.training.launch import Launch
 from toolkit.training.step import StepResult
 from toolkit.training.throughput import StepTimes
-from toolkit.training.time_breakdown import VALIDATE
+from toolkit.training.time_breakdown import BEGIN_STEP, VALIDATE
 from toolkit.training.validate import batches_by_source, validate
 
 Hook = TypeVar("Hook", bound=Callable[..., None])
@@ -175,6 +175,24 @@ class Run(Launch):
         self.display.phase("training")
         return metrics
 
+    def begin_step(self, micro_batches: list[Batch]) -> list[Batch]:
+        """Return the micro-batches of a step, or of a validation, as the objective makes them. Collective.
+
+        Raises:
+            UserError: The objective raised it on every rank; the state after the last step is saved.
+        """
+        if not self.objective.makes_batches:
+            return micro_batches
+        try:
+            with record_function(BEGIN_STEP):
+                return self.objective.begin_step(self.model, micro_batches)
+        except UserError as error:
+            if not self.progress.step:
+                raise
+            raise type(error)(f"{error}{self.save_step()}") from error
+        finally:
+            self.display.phase("training" if self.model.training else "validating")
+
     def evaluation_weights(self) -> AbstractContextManager[None]:
         """Return a context in which the model has the weights of checkpoints, such as the average of --train.ema.
 
@@ -204,7 +222,7 @@ class Run(Launch):
             if self.objective.makes_batches or self.objective.looks_ahead:
                 self.model.eval()
                 if self.objective.makes_batches:
-                    batches = {name: self.objective.begin_step(self.model, list(b)) for name, b in batches.items()}
+                    batches = {name: self.begin_step(list(b)) for name, b in batches.items()}
                 if self.objective.looks_ahead:
                     self.objective.look_ahead(self.model, chain(*read().values()), self.fabric.device)
                 self.model.train()

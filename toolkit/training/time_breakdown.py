@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 DATA_WAIT, FORWARD, BACKWARD = "toolkit::data_wait", "toolkit::forward", "toolkit::backward"
-VALIDATE, SAVE = "toolkit::validate", "toolkit::save"
+BEGIN_STEP, VALIDATE, SAVE = "toolkit::begin_step", "toolkit::validate", "toolkit::save"
 """Names of the ranges that the training loop adds to a trace."""
 
 MAX_TRACE_BYTES = 50_000_000  # compressed; 10 to 20 times larger as text, more as Python objects

@@ -85,7 +85,7 @@ def validate(
     metrics |= {f"val_{name}": value for name, value in further.items() if math.isfinite(value)}
     objective.outputs = None
     for name, row in zip(batches, totals.tolist(), strict=True):
-        if name and (its_metrics := _metrics(objective, parts, row)):
+        if name and "val_loss" in (its_metrics := _metrics(objective, parts, row)):
             metrics[f"val_loss_{name}"] = its_metrics["val_loss"]
     return metrics
 
@@ -98,7 +98,7 @@ def _metrics(objective: Objective, parts: tuple[Part, ...], totals: list[float])
     if not all(counts[part.normalizer] for part in parts if part.weight):
         return {}
     loss, further = means(parts, sums, counts)
-    metrics = {"val_loss": loss}
+    metrics = {"val_loss": loss} if any(part.weight for part in parts) else {}
     if objective.is_likelihood:
         metrics["val_ppl"] = math.exp(min(loss, 700.0))
         if n_bytes:

@@ -23,6 +23,7 @@ Labels = Mapping[str, tuple[str, Callable[[float], str]]]
 
 STEP_METRICS: Labels = {
     "loss": ("loss", format_loss),
+    "reward": ("reward", "{:.3g}".format),
     "learning_rate": ("lr", format_learning_rate),
     "grad_norm": ("grad norm", format_norm),
     "tokens_per_sec": ("tok/s", format_count),

@@ -20,14 +20,16 @@ def print_inspection(inspection: dict[str, Any], console: Console | None = None)
     """Print the result of :func:`toolkit.data.inspection.inspect_rows`, by default on standard output."""
     console = console or Console(file=unescaped(sys.stdout), highlight=False, markup=False, emoji=False)
     color, is_file = console.color_system is not None and not console.no_color, not console.is_terminal
+    are_prompts = "longest_row" in inspection["counts"]
     for number, sample in enumerate(inspection["samples"], 1):
         tokens = sample["tokens"]
         share = f"{sum(token['trained'] for token in tokens):,} of {len(tokens):,} tokens trained"
+        share = f"{len(tokens):,} tokens" if are_prompts else share
         title = Text.assemble((f"Sample {number}", "bold"), f": {visible(sample['where'])}: {share}")
         console.print(title, soft_wrap=is_file)
         console.print(colored(tokens) if color else Text(bracketed(tokens, console.encoding)), soft_wrap=is_file)
         console.print()
-    if inspection["samples"]:
+    if inspection["samples"] and not are_prompts:
         legend = (" trained ", TRAINED[0]), " ", ("not trained", MASKED[0]), "; shades separate tokens"
         plain = r"Tokens in [brackets] are trained, the others are not; brackets of the text are \[ and \]."
         console.print(Text.assemble(*legend) if color else Text(plain))

@@ -10,13 +10,12 @@ import torch
 from toolkit.config.metric_options import MetricArgs
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
-from toolkit.inference.text import TextStream, stop_tokens
 from toolkit.planning.best_metric import direction_of
 from toolkit.ui.loggers import COLUMNS
 from toolkit_metric.answerer import Answerer
 from toolkit_metric.entries import parse_metrics
 from toolkit_metric.process import MetricProcess, summarize
-from toolkit_metric.prompts import Prompt, prompt_template, read_prompts
+from toolkit_metric.prompts import Prompt, decode_answer, end_tokens, prompt_template, read_prompts
 
 _TRIAL_ROWS = 2
 _SLOW_START_S = 5.0
@@ -70,17 +69,21 @@ def set_up_metrics(
         raise UserError(f"--eval.metric {evaluation.metric}: no prompt is left; give others by --eval.metric_data")
     directions: dict[str, bool | None] = {}
     for process in processes:
-        for name, is_higher in _try(process, short, report).items():
+        for name in summarize(try_metric(process, short, report)):
             if name in directions or f"val_{name}" in COLUMNS or name.startswith("loss"):
-                raise UserError(f"--eval.metric {process.metric.entry}: {name} is also another metric; rename it")
-            directions[name] = is_higher
-    eos_ids = list(dict.fromkeys([*template.stop_ids, *stop_tokens(tokenizer)]))
-    return MetricSetup(short, eos_ids, directions, False in needs, True in needs), processes
+                raise UserError(f"{process.entry}: {name} is also another metric; rename it")
+            is_higher, suffix = process.traits.higher_is_better, process.metric.suffix
+            directions[name] = direction_of(is_higher, name.removesuffix(suffix))
+    return MetricSetup(short, end_tokens(tokenizer), directions, False in needs, True in needs), processes
 
 
-def _try(process: MetricProcess, prompts: Sequence[Prompt], report: Callable[[str], None]) -> dict[str, bool | None]:
-    """Return the names of a function's metrics, and whether the highest value is the best. It may load a model."""
-    entry, traits = f"--eval.metric {process.metric.entry}", process.traits
+def try_metric(process: MetricProcess, prompts: Sequence[Prompt], report: Callable[[str], None]) -> dict[str, Any]:
+    """Return a function's values for the references of two prompts. It may load a model.
+
+    Raises:
+        UserError: The function failed, or needs references that a prompt has not.
+    """
+    entry, traits = process.entry, process.traits
     unanswered = next((p.where for p in prompts if not (p.reference or "").strip()), None)
     if traits.needs_references and unanswered is not None:
         raise UserError(f"{entry}: {unanswered}: has no answer to compare with; add one, or remove the row")
@@ -89,11 +92,9 @@ def _try(process: MetricProcess, prompts: Sequence[Prompt], report: Callable[[st
     slow = Timer(_SLOW_START_S, report, [f"{entry}: still starting"])
     slow.start()
     try:
-        values = _call(process, trial, answers)
+        return call_metric(process, trial, answers)
     finally:
         slow.cancel()
-    suffix = process.metric.suffix
-    return {name: direction_of(traits.higher_is_better, name.removesuffix(suffix)) for name in summarize(values)}
 
 
 def answer_prompts(
@@ -109,8 +110,7 @@ def answer_prompts(
             eos_ids=setup.eos_ids,
             cuda_graph=not answerer.is_sharded and _has_room(answerer.device),
         )
-        streams = (TextStream(tokenizer, prompt) for prompt in ids)
-        answers = ["".join(stream.read(answer)) for stream, answer in zip(streams, tokens, strict=True)]
+        answers = [decode_answer(tokenizer, *pair) for pair in zip(ids, tokens, strict=True)]
     if setup.needs_log_probs:
         values = iter(answerer.log_probs([choice for prompt in setup.prompts for choice in prompt.choices]))
         log_probs = [[next(values) for _ in prompt.choices] for prompt in setup.prompts]
@@ -124,7 +124,7 @@ def measure_answers(
     by_row: dict[str, Any] = {"answer": answers, "log_probs": log_probs}
     summary: dict[str, float] = {}
     for process in processes:
-        measured = _call(process, setup.prompts, log_probs if process.traits.needs_log_probs else answers)
+        measured = call_metric(process, setup.prompts, log_probs if process.traits.needs_log_probs else answers)
         summary |= summarize(measured)
         by_row |= {name: values for name, values in measured.items() if isinstance(values, list)}
     if other := sorted(summary.keys() ^ setup.directions.keys()):
@@ -133,7 +133,8 @@ def measure_answers(
     return summary, {name: values for name, values in by_row.items() if values}
 
 
-def _call(process: MetricProcess, prompts: Sequence[Prompt], answers: Sequence[Any]) -> dict[str, Any]:
+def call_metric(process: MetricProcess, prompts: Sequence[Prompt], answers: Sequence[Any]) -> dict[str, Any]:
+    """Return a function's values for answers to prompts, or for the log-probabilities of their choices."""
     rows = [prompt.row for prompt in prompts]
     if process.traits.needs_prompts:
         rows = [{"messages": p.record.messages, "tools": p.record.tools, "where": p.where} for p in prompts]

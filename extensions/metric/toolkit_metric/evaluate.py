@@ -132,6 +132,8 @@ def evaluate(checkpoint: EvaluatedModel) -> dict[str, Any]:
     token_bytes = prepared.tokenizer.token_bytes() if prepared.tokenizer is not None else None
     model = checkpoint.fabric.setup(native)
     metrics = validate(checkpoint.fabric, objective, model, checked, token_bytes)
+    if not metrics:
+        raise UserError(f"--data {type(data).__name__}: has no tokens with loss; give --eval.metric for answers")
     names = {"val_loss": "loss", "val_ppl": "perplexity", "val_bpb": "bits_per_byte"}
     named = {names.get(name, name.removeprefix("val_")): value for name, value in metrics.items()}
     return {"data": f"{type(data).__name__}, {split}"} | named | read

@@ -38,6 +38,9 @@ class MetricKilledError(UserError):
 class MetricProcess:
     """A process that has loaded a metric function. :meth:`close` ends it.
 
+    Attributes:
+        entry: The option with the entry, for messages.
+
     Args:
         metric: The function.
         seconds: Time limit of each call.
@@ -48,7 +51,8 @@ class MetricProcess:
     """
 
     def __init__(self, metric: Metric, seconds: float, flag: str = "--eval.metric") -> None:
-        self.metric, self._seconds, self._flag, self._printed = metric, seconds, flag, 0
+        self.metric, self.entry = metric, f"{flag} {metric.entry}"
+        self._seconds, self._flag, self._printed = seconds, flag, 0
         add_cwd_to_path()
         self._process = start_server("toolkit_metric.worker", subprocess.PIPE)
         self._forwarded = run_in_thread(self._forward, daemon=True)
@@ -96,7 +100,7 @@ class MetricProcess:
         except TimeoutError:
             reason = f"took longer than {self._seconds:g} s ({self._flag}_timeout)"
         self.close()
-        raise error_class(f"{self._flag} {self.metric.entry}: {reason}")
+        raise error_class(f"{self.entry}: {reason}")
 
     def _forward(self) -> None:
         """Write what the function prints to this process's stderr; end the process if it is too much."""

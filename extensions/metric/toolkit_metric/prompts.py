@@ -15,6 +15,7 @@ from toolkit.data.sft.readers import KINDS, describe_row, find_splits
 from toolkit.data.sft.schemas import Columns, Record, parse_row
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError, join_first, notice
+from toolkit.inference.text import TextStream, stop_tokens
 
 
 class Prompt(NamedTuple):
@@ -48,6 +49,16 @@ def prompt_template(tokenizer: Tokenizer) -> ChatTemplate:
         return ChatTemplate.from_tokenizer(tokenizer, "plain")
 
 
+def end_tokens(tokenizer: Tokenizer) -> list[int]:
+    """Return the ids that end an answer."""
+    return list(dict.fromkeys([*prompt_template(tokenizer).stop_ids, *stop_tokens(tokenizer)]))
+
+
+def decode_answer(tokenizer: Tokenizer, prompt: list[int], answer: list[int]) -> str:
+    """Return the text of an answer after its prompt."""
+    return "".join(TextStream(tokenizer, prompt).read(answer))
+
+
 def read_prompts(
     data: Any,
     val: Any,
@@ -65,7 +76,7 @@ def read_prompts(
         path: The file of ``--eval.metric_data``; None for the held-out rows.
         with_choices: Whether the rows need ``choices``, one of which is the reference.
     """
-    columns = data.columns if isinstance(data, InstructionData) else None
+    columns = getattr(data, "columns", None)
     rows = list(_file_rows(path) if path is not None else _held_out_rows(data, val))
     n = min(len(rows), max_rows or len(rows))
     selected = [rows[i * len(rows) // n] for i in range(n)]
@@ -81,6 +92,9 @@ def _file_rows(path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _held_out_rows(data: Any, val: Any) -> Iterator[tuple[str, Any]]:
+    if prompts := getattr(val, "prompts", None):
+        yield from ((prompt.where, prompt.row) for prompt in prompts)
+        return
     if not isinstance(val, PackedDataset):
         reason = "has no held-out rows with answers" if isinstance(data, InstructionData) else "is no instruction data"
         raise UserError(f"--eval.metric: --data {type(data).__name__} {reason}; give --eval.metric_data FILE")

@@ -36,7 +36,7 @@ def test_a_run_trains_on_its_answers_and_the_decoder_computes_as_the_trainer(fol
     assert run(f"{GRPO_RUN} --eval.interval 3", "out", command) == 0
     rows = curve("out")
     assert all(0 <= row["difference_median"] <= row["difference_largest"] < 1e-5 for row in rows)
-    assert "val_reward" in rows[-1] and rows[-1]["val_loss"] == -rows[-1]["val_reward"]
+    assert rows[-1]["val_reward"] >= 0 and math.isnan(rows[-1]["val_loss"])
     answers = rollouts_of("out", 2)
     assert len(answers) == 16 and len({(a["prompt"], a["number"]) for a in answers}) == 16
     assert len({tuple(a["tokens"]) for a in answers}) > 8  # each has a seed

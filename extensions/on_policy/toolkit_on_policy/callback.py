@@ -1,25 +1,56 @@
-"""Log how fast answers are generated, and how far the decoder's probabilities are from the trainer's."""
+"""Log speed, samples with rewards, and how far the decoder's probabilities are from the trainer's."""
 
 from __future__ import annotations
 
+from statistics import median
 from typing import Any
 
-import torch
-
 from toolkit.distributed import ranks
+from toolkit.training.callbacks.samples import report_sample
 from toolkit.training.run import Callback, Metrics, Run
+
+IDLE_STEPS = 50
+"""Steps in a row that trained on no answer, after which to warn: rare rewards may still come."""
 
 
 class RolloutMetrics(Callback):
-    """Logs tokens per second of the last step's rollouts, and in GRPO the differences of log-probabilities, in nats."""
+    """Logs tokens per second of rollouts and of updates, in GRPO the differences of log-probabilities, in nats, and
+    after a validation some of its answers.
+    """
 
-    columns = ("rollout_tokens_per_sec", "difference_median", "difference_largest")
+    columns = ("rollout_tokens_per_sec", "update_tokens_per_sec", "difference_median", "difference_largest")
+
+    def __init__(self) -> None:
+        self._tokens = self._seconds = self._n_idle = 0.0
+
+    def on_step_end(self, trainer: Run, metrics: Metrics) -> None:
+        self._tokens += metrics["step_tokens"]
+        self._seconds += metrics["step_seconds"]
+        self._n_idle = self._n_idle + 1 if metrics.get("dropped") == 1 else 0
+        if self._n_idle == IDLE_STEPS:
+            trainer.display.message(
+                f"warning: the last {IDLE_STEPS} steps trained on no answer: the answers to each prompt had equal "
+                f"rewards, or were cut off ({metrics['truncated']:.0%} in this step); use other rewards or prompts, or "
+                "raise --objective.answers or --objective.max_new_tokens"
+            )
 
     def on_log(self, trainer: Run, metrics: Metrics) -> None:
         objective: Any = trainer.objective
-        if objective.rollout_speed:  # of this launch
-            metrics["rollout_tokens_per_sec"] = objective.rollout_speed
-        values = [value for part in ranks.all_gather_object(objective.take_differences()) for value in part]
-        if values:
-            tensor = torch.tensor(values)
-            metrics["difference_median"], metrics["difference_largest"] = float(tensor.median()), float(tensor.max())
+        (n_sampled, sampling, before_updates), objective.speed = objective.speed, [0, 0.0, 0.0]
+        if sampling:  # not read from a file
+            metrics["rollout_tokens_per_sec"] = n_sampled / sampling
+        if self._tokens:
+            metrics["update_tokens_per_sec"] = self._tokens / (self._seconds - before_updates)
+        self._tokens = self._seconds = 0.0
+        values = [value for part in objective.differences for value in part.tolist()]
+        objective.differences = []
+        if values := [value for part in ranks.all_gather_object(values) for value in part]:
+            metrics["difference_median"], metrics["difference_largest"] = median(values), max(values)
+
+    def on_validation_end(self, trainer: Run, metrics: Metrics) -> None:
+        objective: Any = trainer.objective
+        data: Any = trainer.data
+        for answer in objective.samples if trainer.args.eval.max_new_tokens else ():
+            prompt = data.tokenizer.decode(data.val.prompts[answer.prompt].ids)
+            rewards = [f", {name} {value:.4g}" for name, value in answer.rewards.items()]
+            report_sample(trainer, prompt, answer.text, "".join(rewards))

@@ -8,16 +8,14 @@ before the update, of the same forward pass: the ratio is 1, and only its gradie
 
 from __future__ import annotations
 
-import math
 import statistics
-import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from toolkit_align.log_probs import BALANCING, balancing_parts
 
 from toolkit.data.base import PreparedData
-from toolkit.errors import UserError, require_option
+from toolkit.errors import require_option
 from toolkit.models.labels import IGNORE_INDEX, TOKENS
 from toolkit.objectives.base import LOSS, Part
 from toolkit_on_policy.objective import ANSWERS, LOGGED, OnPolicy
@@ -30,15 +28,14 @@ if TYPE_CHECKING:
     from toolkit.training.launch import Launch
     from toolkit_on_policy.rollouts import Rollout
 
-REWARD = "reward"
-_LOGGED = (REWARD, *LOGGED, "dropped")
+REWARD, DROPPED = "reward", "dropped"
 
 
 @dataclass
 class GRPO(OnPolicy):
     """Raise the rewards of the model's own answers, relative to its other answers to the same prompt.
 
-    The loss of a validation is the negative mean reward of greedy answers to held-out prompts.
+    Validations have the mean reward of greedy answers to held-out prompts, and no loss.
 
     Args:
         answers: Answers to each prompt in a step.
@@ -55,7 +52,9 @@ class GRPO(OnPolicy):
     mask_truncated: bool = True
 
     normalizers = (TOKENS, ANSWERS)
+    best_by = REWARD
     higher_is_better = {REWARD: True}
+    _names = list[str]()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,34 +62,16 @@ class GRPO(OnPolicy):
         require_option(self.answers > 1, "objective.answers", self.answers, "must be 2 or more, to compare them")
 
     def prepare(self, launch: Launch) -> PreparedData:
-        from toolkit_metric.entries import parse_metrics
-        from toolkit_metric.process import MetricProcess
+        from toolkit_metric.scores import AnswerScores
 
         from toolkit.distributed import ranks
 
-        self._functions: list[MetricProcess] = []
-        self._differences: list[Tensor] = []
-        if ranks.global_rank() == 0:
-            for metric in parse_metrics(self.rewards_by, "--objective.rewards_by"):
-                process = MetricProcess(metric, self.rewards_by_timeout, "--objective.rewards_by")
-                weakref.finalize(self, process.close)
-                self._functions.append(process)
-        return super().prepare(launch)
-
-    def rewards(self, rollouts: list[Rollout], prompts: Any) -> list[dict[str, float]]:
-        asked = [prompts[rollout.prompt] for rollout in rollouts]
-        texts, references, rows = [r.text for r in rollouts], [p.reference for p in asked], [p.row for p in asked]
-        found: list[dict[str, float]] = [{} for _ in rollouts]
-        for process in self._functions:
-            for name, values in process.call(texts, references, rows).items():
-                flag = f"--objective.rewards_by {process.metric.entry}"
-                if not isinstance(values, list):
-                    raise UserError(f"{flag}: {name} is one number; return a list with one for each answer")
-                for of_answer, value in zip(found, values, strict=True):
-                    if not math.isfinite(value):
-                        raise UserError(f"{flag}: {name} is {value}; return finite numbers")
-                    of_answer[name] = value
-        return found
+        data: Any = super().prepare(launch)
+        options = self.rewards_by, self.rewards_by_timeout, "--objective.rewards_by"
+        report = launch.display.message
+        self.scores = ranks.run_on_rank0(lambda: AnswerScores(*options, data.train.prompts, report))
+        self._names = ranks.broadcast_from_rank0(self.scores and self.scores.names)
+        return data
 
     def advantages(self, rollouts: list[Rollout], n: int) -> list[float | None]:
         values: list[float | None] = []
@@ -105,27 +86,26 @@ class GRPO(OnPolicy):
         return values
 
     def parts(self, module: nn.Module) -> tuple[Part, ...]:
-        logged = (Part(name, ANSWERS, 0) for name in _LOGGED)
-        if not module.training:
-            return (Part(LOSS, ANSWERS), *logged)
-        return (Part(LOSS), *balancing_parts(module), *logged)
+        logged = [Part(name, ANSWERS, 0) for name in self._logged(module)]
+        return (Part(LOSS), *balancing_parts(module), *logged) if module.training else tuple(logged)
 
     def sums(self, model: nn.Module, batch: Batch, device: torch.device) -> dict[str, Tensor]:
-        logged = {name: batch.value(name, device).sum() for name in _LOGGED}
+        logged = {name: batch.value(name, device).sum() for name in self._logged(model)}
         if not model.training:
-            return {LOSS: -logged[REWARD]} | logged
+            return logged
         log_probs, balancing = self._log_probs(model, batch, device)
         mask = (batch.labels != IGNORE_INDEX).to(device)
         log_probs = log_probs[mask]  # none if the batch has no answer to train on, and no targets then
         targets = batch.values["targets"].to(device) if len(log_probs) else log_probs.new_zeros(0, 2)
         decoder, advantage = targets.unbind(1)
         loss = -(advantage * (log_probs - log_probs.detach()).exp()).sum()
-        self._differences.append((log_probs.detach() - decoder).abs())
+        self.differences.append((log_probs.detach() - decoder).abs())
         return {LOSS: loss, BALANCING: balancing} | logged
 
-    def take_differences(self) -> list[float]:
-        differences, self._differences = self._differences, []
-        return [value for part in differences for value in part.tolist()]
+    def _logged(self, module: nn.Module) -> list[str]:
+        """Return the names of what is logged of answers."""
+        each = [f"{REWARD}_{name}" for name in self._names if len(self._names) > 1]
+        return [REWARD, *each, *LOGGED, *[DROPPED] * module.training]
 
     def _log_probs(self, model: nn.Module, batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the log-probabilities of the labels as the decoder samples them, (B, T) fp32, and the balancing loss.

@@ -12,13 +12,15 @@ from toolkit.errors import UserError
 from toolkit.objectives.base import Objective
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from toolkit.data.batch import Batch
     from toolkit.training.launch import Launch
     from toolkit_on_policy.rollouts import Rollout
 
 ANSWERS = "answers"
+N_SAMPLES = 3
+"""Answers of a validation that are shown."""
 LOGGED = ("answer_tokens", "truncated")
 """Logged of each answer."""
 
@@ -31,6 +33,11 @@ class OnPolicy(Objective):
         answers: Answers to each prompt in a step.
         max_new_tokens: Tokens of an answer; longer ones are cut off.
         temperature: Divides the logits, in sampling and in the loss.
+
+    Attributes:
+        scores: A :class:`toolkit_metric.scores.AnswerScores` for rewards, on rank 0.
+        samples: Some answers of the last validation.
+        differences: How far the decoder's log-probabilities were from the trainer's in each forward pass, in nats.
     """
 
     answers: int = 1
@@ -50,7 +57,10 @@ class OnPolicy(Objective):
 
         if not isinstance(launch.data.train, PromptRows):
             raise UserError(f"--objective {type(self).__name__}: learns from prompts; use --data Prompts")
-        self._launch, self.rollout_speed = launch, 0.0
+        self._launch, self.samples = launch, list[Any]()
+        self.differences: list[Tensor] = []
+        self.scores: Any = None
+        self.speed = [0, 0.0, 0.0]  # sampled tokens, seconds of sampling, and of all that comes before updates
         limit = launch.config.max_seq_length or 0
         datasets: Any = launch.data.train, launch.data.val
         for rows in datasets:
@@ -64,7 +74,7 @@ class OnPolicy(Objective):
         """Return micro-batches of answers to the prompts of ``micro_batches``."""
         from toolkit.distributed import ranks
 
-        n = self.answers if model.training else 1
+        n, start = self.answers if model.training else 1, time.perf_counter()
         own = [pair for batch in micro_batches for pair in zip(batch.ids, batch.sample_keys, strict=True)]
         prompts = sorted({pair for pairs in ranks.all_gather_object(own) for pair in pairs if pair[0] >= 0})
         rollouts = self._rollouts(model, prompts, n)
@@ -73,29 +83,22 @@ class OnPolicy(Objective):
         for rollout, advantage in zip(rollouts, advantages, strict=True):
             row = self._row(rollout, advantage, model.training)
             by_prompt.setdefault((rollout.prompt, rollout.key), []).append(row)
-        return self._batches(own, by_prompt, n)
-
-    def take_differences(self) -> list[float]:
-        """Return how far the decoder's log-probabilities were from the trainer's, in nats, since the last call."""
-        return []
+        batches = self._batches(own, by_prompt, n)
+        self.speed[2] += (time.perf_counter() - start) * model.training
+        return batches
 
     def advantages(self, rollouts: list[Rollout], n: int) -> list[float | None]:
         """Return the advantage of each answer, ``n`` of each prompt one after the other; None: it is not trained on."""
         return [0.0] * len(rollouts)
 
-    def rewards(self, rollouts: list[Rollout], prompts: Any) -> list[dict[str, float]]:
-        """Return the rewards of each answer by name. Called on rank 0."""
-        return [{}] * len(rollouts)
-
     def _rollouts(self, model: nn.Module, prompts: list[tuple[int, int]], n: int) -> list[Rollout]:
         """Read or generate ``n`` answers to each prompt, an index and its key. The same on every rank. Collective."""
         from toolkit_metric.callback import answerer_of
-        from toolkit_metric.prompts import prompt_template
+        from toolkit_metric.prompts import decode_answer, end_tokens
 
         from toolkit.data.cache import hash_inputs
         from toolkit.distributed import ranks
         from toolkit.inference.sampling import Sampling
-        from toolkit.inference.text import TextStream, stop_tokens
         from toolkit.training.callbacks.samples import generating
         from toolkit.training.hyperparameters import objective_entry
         from toolkit_on_policy.rollouts import Rollout, read_rollouts, seed_of, write_rollouts
@@ -108,39 +111,38 @@ class OnPolicy(Objective):
         if is_training and (stored := ranks.result_of_rank0(lambda: read_rollouts(launch.out_dir, step, origin))):
             return stored
         items = [(prompt, key, number) for prompt, key in prompts for number in range(n)]
-        from_data = {item for item in items if is_training and self._is_from_data(item, step)}
-        asked = [item for item in items if item not in from_data]
+        limit = self.data_share * 2**56 if is_training else 0
+        asked = [item for item in items if seed_of(seed + 1, item[1], step, item[2]) >= limit]  # others: from the data
         start = time.perf_counter()
+        launch.display.phase("generating answers")
         with generating(model), launch.fabric.autocast():
             sampled = answerer_of(launch, model).sample(
                 [rows.prompts[prompt].ids for prompt, _, _ in asked],
                 [seed_of(seed, key, step, number) for _, key, number in asked],
-                [*dict.fromkeys([*prompt_template(tokenizer).stop_ids, *stop_tokens(tokenizer)])],
+                end_tokens(tokenizer),
                 sampling=Sampling(temperature=self.temperature if is_training else 0.0),
                 max_new_tokens=self.max_new_tokens,
                 cuda_graph=False,
             )
-        seconds = time.perf_counter() - start
+        if is_training:
+            self.speed[0] += sum(len(answer.tokens) for answer in sampled)
+            self.speed[1] += time.perf_counter() - start
         answers = dict(zip(asked, sampled, strict=True))
         rollouts = []
         for item in items:
             prompt = rows.prompts[item[0]]
             tokens, log_probs, has_ended = answers.get(item) or (prompt.answer, [0.0] * len(prompt.answer), True)
-            text = "".join(TextStream(tokenizer, prompt.ids).read(tokens[: len(tokens) - has_ended]))
+            text = decode_answer(tokenizer, prompt.ids, tokens[: len(tokens) - has_ended])
             rollouts.append(Rollout(*item, tokens, log_probs, has_ended, text, {}))
-        rewards = ranks.result_of_rank0(lambda: self.rewards(rollouts, rows.prompts))
+        launch.display.phase("scoring answers")
+        pairs = [rows.prompts[rollout.prompt] for rollout in rollouts], [rollout.text for rollout in rollouts]
+        rewards = ranks.result_of_rank0(lambda: self.scores.score(*pairs) if self.scores else [{}] * len(rollouts))
         rollouts = [rollout._replace(rewards=values) for rollout, values in zip(rollouts, rewards, strict=True)]
         if is_training:
-            self.rollout_speed = sum(len(answer.tokens) for answer in sampled) / seconds
             ranks.result_of_rank0(lambda: write_rollouts(launch.out_dir, step, origin, rollouts))
+        else:
+            self.samples = rollouts[:N_SAMPLES]
         return rollouts
-
-    def _is_from_data(self, item: tuple[int, int, int], step: int) -> bool:
-        """Whether to train on the answer of the data instead."""
-        from toolkit_on_policy.rollouts import seed_of
-
-        _, key, number = item
-        return seed_of(self._launch.args.seed + 1, key, step, number) < self.data_share * 2**56
 
     def _row(self, rollout: Rollout, advantage: float | None, is_training: bool) -> Row:
         import torch
@@ -158,6 +160,7 @@ class OnPolicy(Objective):
             "truncated": not rollout.has_ended,
             "dropped": advantage is None,
             "reward": sum(rollout.rewards.values()),
+            **{f"reward_{name}": value for name, value in rollout.rewards.items()},
         }
         return {
             "input_ids": torch.cat([torch.tensor(prompt), tokens])[:-1], "labels": labels, "targets": targets,

@@ -25,6 +25,9 @@ class PromptRows(TokenDataset):
     def __len__(self) -> int:
         return len(self.prompts)
 
+    def where(self, index: int) -> list[str]:  # type: ignore[override]
+        return [f"{self.prompts[index].where}, reference {self.prompts[index].reference!r:.80}"]
+
     def __getitem__(self, index: int) -> Row:
         import torch
 

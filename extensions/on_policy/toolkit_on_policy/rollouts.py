@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from toolkit.checkpoints.store import newest_first, step_of
-from toolkit.errors import UserError
-from toolkit.io.atomic import write_atomic
+from toolkit.checkpoints.store import newest_first
+from toolkit.io.atomic import file_error, write_atomic
 from toolkit.io.checksums import crc32_of
 from toolkit.io.safe_parse import parse_json, read_bounded
 
@@ -67,11 +66,10 @@ def write_rollouts(out_dir: Path, step: int, origin: str, rollouts: Sequence[Rol
     try:
         write_atomic(path, f"{head}\n".encode() + body)
     except OSError as error:
-        hint = "free space, then use --resume auto"
-        raise UserError(f"--out_dir {out_dir}: {path.name}: {error.strerror}; {hint}") from None
-    oldest = min((step_of(folder) for folder in newest_first(out_dir)), default=0)
-    for file in path.parent.glob("step-*.jsonl"):
-        if int(file.stem.removeprefix("step-")) < oldest:
+        raise file_error(path, error) from error
+    steps = [folder.name for folder in newest_first(out_dir) if folder.name.startswith("step-")]
+    for file in path.parent.glob("step-*"):
+        if file.stem < min(steps, default=""):
             file.unlink()
 
 

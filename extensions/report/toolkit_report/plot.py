@@ -12,27 +12,30 @@ from toolkit_report.series import MAX_POINTS_OF_A_LINE, Points, reduce_lines
 from toolkit_report.text import figures
 
 PLOT = "loss.png"
-_COLUMNS = ("step", "tokens", "loss", "val_loss")
-_TITLE = ("tokens", "training loss", "validation loss", "perplexity", "bits per byte")
+_TITLE = ("tokens", "reward", "training loss", "validation loss", "perplexity", "bits per byte")
 
 
 def plot_loss(run: RunFacts, path: Path) -> bool:
-    """Plot training loss (each step and smoothed) and validation loss over tokens. Return whether it was written.
+    """Plot training loss (each step and smoothed) and validation loss over tokens, or the reward if the run has one.
+
+    Return whether it was written.
 
     Return False without matplotlib, or with fewer than two losses.
     """
     if not {"tokens", "loss"} <= run.columns.keys():
         return False
     has_tokens = np.isfinite(run.columns["tokens"])
-    columns = {name: column[has_tokens] for name, column in run.columns.items() if name in _COLUMNS}
+    shown = "reward" if "reward" in run.columns else "loss"
+    names = ("step", "tokens", shown, f"val_{shown}")
+    columns = {name: column[has_tokens] for name, column in run.columns.items() if name in names}
     lines = reduce_lines(columns, MAX_POINTS_OF_A_LINE)
-    if len(lines["loss"]["raw"][-1]) < 2:
+    if len(lines[shown]["raw"][-1]) < 2:
         return False
     values = figures(run)
     title = ", ".join(f"{label} {values[label]}" for label in _TITLE if label in values)
-    ylabel = "loss" if run.settings.get("objective") else "loss (nats per token)"
+    ylabel = shown if run.settings.get("objective") else "loss (nats per token)"
     try:
-        write_atomic(path, _draw(title, ylabel, **lines))
+        write_atomic(path, _draw(title, ylabel, *lines.values()))
     except ModuleNotFoundError:
         return False
     return True

@@ -115,7 +115,7 @@ def read_run(place: str | Path, status: str | None = None) -> RunFacts:
             run.notes.append(f"{n_lost:,} rows of {METRICS} are torn or foreign and left out")
     run.launches = [event for event in events if event["kind"] == "launch"]
     run.energy = describe_energy(events) if run.launches else ""
-    samples = {str(event.get("step")): event for event in events if event["kind"] == "sample"}
+    samples = {str((event.get("step"), event.get("prompt"))): event for event in events if event["kind"] == "sample"}
     run.samples = list(samples.values())[-_MAX_EVENTS:]
     texts = [str(event.get("text")) for event in events if event["kind"] == "warning"]
     run.warnings = list(dict.fromkeys(texts))[-_MAX_EVENTS:]

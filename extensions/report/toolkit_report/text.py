@@ -142,7 +142,7 @@ def purpose(runs: Sequence[RunFacts]) -> list[str]:
     """Return the columns that say what the runs were for: the one of ``--eval.best_by``, then scores, no losses."""
     columns = dict.fromkeys(name for run in runs for name in run.columns)
     names = [*filter(None, map(_best_by, runs)), *metric_names(columns)]
-    for name in ("accuracy", "reward_margin"):
+    for name in ("accuracy", "reward_margin", "reward"):
         names += [name if f"val_{name}" not in columns else f"val_{name}"]
     return [name for name in dict.fromkeys(names) if name in columns]
 
@@ -219,7 +219,11 @@ def _environment(run: RunFacts) -> dict[str, str]:
 
 def _samples(run: RunFacts, prefix: str) -> list[tuple[str, str, str]]:
     return [
-        (f"{prefix}after step {sample.get('step')}", str(sample.get("prompt")), str(sample.get("text")))
+        (
+            f"{prefix}after step {sample.get('step')}{sample.get('note', '')}",
+            str(sample.get("prompt")),
+            str(sample.get("text")),
+        )
         for sample in reversed(run.samples)
     ]
 

@@ -42,18 +42,15 @@ class Sampler(Callback):
 
     def on_validation_end(self, trainer: Run, metrics: Metrics) -> None:
         with trainer.evaluation_weights():
-            prompt, answer = self.show(trainer.model, trainer.progress.step, trainer.display)
-        if ranks.global_rank() == 0:
-            write_event(trainer.out_dir, "sample", step=trainer.progress.step, prompt=prompt, text=answer)
+            report_sample(trainer, self._text(self.prompt), self.generate(trainer.model, trainer.display))
 
-    def show(self, model: nn.Module, step: int, display: Any) -> tuple[str, str]:
-        """Print a greedy sample, and return its prompt and its text. Collective (S6).
+    def generate(self, model: nn.Module, display: Any) -> str:
+        """Return a greedy sample. Collective (S6).
 
         Draws no random numbers and does not change training.
 
         Args:
             model: The model as Fabric wraps it.
-            step: Number of completed optimizer steps.
             display: The run's display, silent except on rank 0.
         """
         display.phase("sampling")
@@ -67,19 +64,25 @@ class Sampler(Callback):
                 eos_ids=() if self.tokenizer is None else stop_tokens(self.tokenizer),
                 notice=lambda line: None,
             )
-        prompt = " | ".join(" ".join(line.split()) for line in self._text(self.prompt).splitlines() if line.strip())
-        if len(prompt) > _MAX_CHARS:
-            prompt = f"... {prompt[-_MAX_CHARS:].partition(' ')[2]}"  # do not cut words
-        text = self._text(tokens)
-        answer = text.strip() or "(no tokens before EOS)"
         display.phase("training")
-        display.message(f'sample after step {step}, to "{prompt}":\n{textwrap.indent(answer, "    ")}')
-        return self._text(self.prompt), text if text.strip() else answer
+        return self._text(tokens)
 
     def _text(self, ids: list[int]) -> str:
         if self.tokenizer is None:
             return " ".join(map(str, ids))
         return self.tokenizer.decode(ids)
+
+
+def report_sample(trainer: Run, prompt: str, text: str, note: str = "") -> None:
+    """Print a sample, with a note on it, and add it to the report."""
+    step, text = trainer.progress.step, text if text.strip() else "(no tokens before EOS)"
+    shown = " | ".join(" ".join(line.split()) for line in prompt.splitlines() if line.strip())
+    if len(shown) > _MAX_CHARS:
+        shown = f"... {shown[-_MAX_CHARS:].partition(' ')[2]}"  # do not cut words
+    answer = textwrap.indent(text.strip(), "    ")
+    trainer.display.message(f'sample after step {step}{note}, to "{shown}":\n{answer}')
+    if ranks.global_rank() == 0:
+        write_event(trainer.out_dir, "sample", step=step, prompt=prompt, text=text, note=note)
 
 
 @contextmanager
@@ -120,6 +123,8 @@ def first_prompt(rows: TokenDataset) -> list[int]:
     """Return the first row's tokens through its first supervised token. For plain text, return its first tokens."""
     row = rows_of(rows[0])[0]
     ids, learned = row["input_ids"].tolist(), (row["labels"] >= 0).tolist()
+    if not any(learned):  # a prompt
+        return ids
     # in a packed row, use the first document
     size = int((row["documents"] == 0).sum()) if "documents" in row else len(ids)
     if not any(learned[:size]) or learned[0]:

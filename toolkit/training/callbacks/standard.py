@@ -92,11 +92,11 @@ def build_callbacks(
         [*columns, *(name for name in of_parts if not parts.get(name.removeprefix(VAL)))]
     )
     columns = [*of_data, *columns, *parts, *of_parts]
-    best = BestMetric.from_options(args.eval)
+    best = BestMetric.from_options(args.eval, objective)
     if args.eval.best_by != AUTO:
         is_likelihood, known = objective.is_likelihood, objective.higher_is_better
         if launch.data.val is not None and row_count(launch.data.val):
-            names = ["val_loss", *of_data, *["val_ppl"] * is_likelihood]
+            names = [f"{VAL}{objective.best_by}", *of_data, *["val_ppl"] * is_likelihood]
             names += ["val_bpb"] * (is_likelihood and launch.data.tokenizer is not None)
             directions |= dict.fromkeys(names, False)
             directions |= {f"{VAL}{name}": False if parts.get(name) else known.get(name) for name in names_of_parts}
