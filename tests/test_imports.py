@@ -404,7 +404,7 @@ def test_unbounded_reads_and_followed_links_are_detected():
 WRITTEN = {  # texts that are written to a file or a stream without toolkit.escape, with the reason
     "bytes or numbers": {
         "toolkit_interop/gguf/export_gguf.py content", "data/text/prepare_text.py digest.hexdigest().encode()",
-        "toolkit_report/plot.py _draw(title, ylabel, **lines)", "checkpoints/remote/remote_run.py content",
+        "toolkit_report/plot.py _draw(title, ylabel, *lines.values())", "checkpoints/remote/remote_run.py content",
         "data/streamed/open_chunks.py content", "training/callbacks/profile.py table",
     },
     "JSON": {"checkpoints/manifest.py f'{text}\\n'.encode()"},
