@@ -97,6 +97,25 @@ def test_the_samples_of_a_seed_do_not_depend_on_the_batch(shapes):
     assert together[0] != together[4]
 
 
+@pytest.mark.parametrize("style", slow_except(["llama", "qwen3_5"], STYLES))
+def test_rows_that_have_ended_are_computed_no_more(style, monkeypatch):
+    """Except with longrope, whose cached tokens may have to be computed again."""
+    model, sizes, found = make_model(style).eval(), [], []
+    model.register_forward_pre_hook(lambda _, args: sizes.append(len(args[0])))
+    for fraction in (decode._KEPT, 0.0):
+        monkeypatch.setattr(decode, "_KEPT", fraction)
+        sizes.clear()
+        record, settings = [], {"sampling": Sampling(), "seeds": range(8), "eos_ids": range(0, 101, 9)}
+        rows = continue_all(model, [*PROMPTS, *PROMPTS], record=record, **settings)
+        recorded = [probs[: len(row)] for row, (_, probs) in zip(rows, record[0].recorded(), strict=True)]
+        found.append((rows, recorded, sorted({*sizes}, reverse=True)))
+    (rows, recorded, dropping), (expected, exact, constant) = found
+    assert rows == expected and len(set(map(len, rows))) > 3 and constant == [8]
+    assert sizes[0] == 8 and (dropping == [8] if style == "phi3" else len(dropping) > 2), dropping
+    for mine, other in zip(recorded, exact, strict=True):
+        assert mine == pytest.approx(other, abs=1e-5)
+
+
 def make_decoder(model, count=64, sampling=GREEDY) -> Decoder:
     cache = KVCache(model.config, 1, 6 + count)
     decoder = Decoder(model, cache, PROMPTS[:1], count + 1, sampling, [0])

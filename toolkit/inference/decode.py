@@ -22,6 +22,7 @@ from toolkit.models.kv_cache import KVCache
 
 PREFILL = 512  # prompt tokens per forward pass, to bound the memory of the activations
 READ_EVERY = 8  # tokens per synchronization with a CUDA device
+_KEPT = 0.75  # of the rows; if fewer are left, the others are dropped, which copies the KV cache
 _MIN_REPLAYS = 16  # fewer steps are not worth a CUDA graph
 _without_graph: WeakSet[GPT] = WeakSet()  # models whose CUDA graph has failed
 
@@ -61,6 +62,8 @@ class Decoder:
         self.model, self.cache, self.lengths = model, cache, [len(prompt) for prompt in prompts]
         self.count, self.is_together = count, ranks.world_size() > 1 and not is_alone
         self.width, device = max(width, *self.lengths), cache.device
+        self._rows = list(range(len(prompts)))  # that are computed
+        self._index: Tensor | None = None  # the same, unless all
         ids = pad_sequence(list(prompts), batch_first=True, padding_side="left")
         ids = F.pad(ids, (self.width - ids.size(1), count))
         self.ids, self.position = ids.to(device), torch.tensor([self.width - 1], device=device)
@@ -95,9 +98,18 @@ class Decoder:
     def step(self) -> Tensor:
         """Sample the next token of each row and return the logits, (B, padded_vocab_size)."""
         # a nonfinite row is reported when its token is read
-        logits = self._logits(self.ids.index_select(1, self.position).clamp(min=0))
+        logits = self._logits(self._busy(self.ids.index_select(1, self.position)).clamp(min=0))
         self._append(logits)
         return logits
+
+    def drop(self, has_ended: Sequence[bool]) -> None:
+        """Stop computing the rows that have ended, if they are many."""
+        busy = [i for i, row in enumerate(self._rows) if not has_ended[row]]
+        is_fixed = self.cache.position is not None or self.model.config.original_max_position is not None
+        if not is_fixed and len(busy) < _KEPT * len(self._rows):
+            self.cache.select(busy)
+            self._rows = [self._rows[i] for i in busy]
+            self._index = torch.tensor(self._rows, device=self.ids.device)
 
     def rewind(self, done: int) -> None:
         """Reset the position to ``done`` new tokens and zero keys and values from there on."""
@@ -136,13 +148,22 @@ class Decoder:
 
     def _append(self, logits: Tensor) -> None:
         self.position += 1
-        uniform = None if self._uniforms is None else self._uniforms.index_select(1, self.position)[:, 0]
+        uniform = None if self._uniforms is None else self._busy(self._uniforms.index_select(1, self.position))[:, 0]
         tokens = sample(logits, self._sampling, vocab_size=self.model.config.vocab_size, uniform=uniform)
-        self.ids.index_copy_(1, self.position, tokens[:, None])
+        self.ids.index_copy_(1, self.position, self._of_all(tokens))
         if self.log_probs is not None:
             scaled = logits[:, : self.model.config.vocab_size].float() / (self._sampling.temperature or 1.0)
             values = scaled.log_softmax(-1).gather(1, tokens.clamp(min=0)[:, None])
-            self.log_probs.index_copy_(1, self.position, values)
+            self.log_probs.index_copy_(1, self.position, self._of_all(values[:, 0]))
+
+    def _busy(self, column: Tensor) -> Tensor:
+        return column if self._index is None else column[self._index]
+
+    def _of_all(self, values: Tensor) -> Tensor:
+        """Return a column, (B, 1), with the values of the rows that are computed."""
+        if self._index is not None:
+            values = values.new_zeros(len(self.ids)).index_copy(0, self._index, values)
+        return values[:, None]
 
 
 def has_fixed_shapes(model: GPT, device: torch.device) -> bool:

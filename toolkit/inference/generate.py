@@ -123,5 +123,6 @@ def generate_batch(
                     has_ended[row] |= step == count
                 if is_over(has_ended):
                     return
+                decoder.drop(has_ended)
 
     return ended_rows()

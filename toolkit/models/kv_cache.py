@@ -150,6 +150,10 @@ class KVCache:
         caches = [layer for layer in self.layers if isinstance(layer, StateCache)]
         return [tensor for cache in caches for tensor in (cache.state, cache.window)]
 
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (*self.tensors, *self.recurrent_states))
+
     def view(self, rows: slice, columns: slice, length: int) -> "KVCache":
         """Return a cache of these rows and positions, the first ``length`` of them cached, in the same memory."""
         view = copy(self)
@@ -162,6 +166,13 @@ class KVCache:
                 layer.keys, layer.values = layer.keys[rows, :, columns], layer.values[rows, :, columns]
             layer.length = length
         return view
+
+    def select(self, rows: list[int]) -> None:
+        """Keep only these rows, in new memory."""
+        for layer in self.layers:
+            for name in ("state", "window") if isinstance(layer, StateCache) else ("keys", "values"):
+                setattr(layer, name, getattr(layer, name)[rows])
+        self.starts = None if self.starts is None else self.starts[rows]
 
     @property
     def position(self) -> Tensor | None:
