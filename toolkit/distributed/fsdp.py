@@ -21,6 +21,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from itertools import pairwise, product
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from lightning.fabric.plugins.precision import FSDPPrecision
@@ -154,6 +155,8 @@ class FullyShardedStrategy(FSDPStrategy):
             part, is_head = unit.module, isinstance(unit.module, Head)  # its backward pass follows at once
             reshards, policy = not keeps_weights and not is_head, self._policy(unit.is_block)
             sharded: Any = fully_shard(part, mp_policy=policy, reshard_after_forward=reshards, **shared)
+            if reshards:
+                _resharding.add(sharded)
             if is_head:
                 register_fsdp_forward_method(sharded, Head.loss.__name__)
             elif isinstance(part, nn.Embedding):
@@ -325,13 +328,38 @@ def release_head(model: Any) -> None:
         unit.reshard()
 
 
+_resharding: WeakSet[nn.Module] = WeakSet()  # units whose weights are freed after a forward pass
+_gathered: WeakSet[nn.Module] = WeakSet()  # units in gathered_weights
+
+
+@contextmanager
+def gathered_weights(model: nn.Module) -> Iterator[None]:
+    """Context in which all weights are unsharded, in the dtypes of the forward pass. No effect on other strategies.
+
+    Each unit is gathered once, and forward passes, without gradients, need no other rank. Collective at the start.
+    """
+    units = [part for part in model.modules() if isinstance(part, FSDPModule)]
+    try:
+        for unit in units:
+            _gathered.add(unit)
+            unit.set_reshard_after_forward(False, recurse=False)
+            unit.unshard()
+        yield
+    finally:
+        for unit in units:
+            unit.set_reshard_after_forward(True, recurse=False)  # an exception may have left a forward pass
+            unit.reshard()
+            unit.set_reshard_after_forward(unit in _resharding, recurse=False)
+            _gathered.discard(unit)
+
+
 def _head_unit(model: Any) -> FSDPModule | None:
     return next((part for part in (model.lm_head, model) if isinstance(part, FSDPModule)), None)
 
 
 def _reshard(module: nn.Module, *_: Any) -> None:
     """Free all-gathered weights after a forward pass without gradients; otherwise the backward pass frees them."""
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() and module not in _gathered:
         for part in module.modules():
             if isinstance(part, FSDPModule):
                 part.reshard()

@@ -55,6 +55,7 @@ class Objective(ABC):
         head: The score layer that the objective trains; None trains a language model.
         higher_is_better: Whether the highest value is the best one, by part or metric, for ``--eval.best_by``.
         best_by: The part that ``--eval.best_by auto`` compares.
+        gather_weights: Whether FSDP gathers all weights while :meth:`begin_step` generates.
         outputs: In a validation a list, to which ``sums`` may add what :meth:`metrics` needs; otherwise None.
         epochs, learning_rates: Defaults of the finetuning commands if the objective has its own; learning rates for
             adapters and for all weights.
@@ -71,6 +72,7 @@ class Objective(ABC):
     head: ClassVar[HeadName | None] = None
     higher_is_better: ClassVar[Mapping[str, bool]] = {}
     best_by: ClassVar[str] = LOSS
+    gather_weights: bool = False
     outputs: Any = None
     epochs: ClassVar[float | None] = None
     learning_rates: ClassVar[tuple[float, float]] = (2e-4, 2e-5)
@@ -105,6 +107,14 @@ class Objective(ABC):
         must return equally many. After a read error on this rank, ``micro_batches`` is empty, and the result unused.
         """
         return micro_batches
+
+    def cached_rows(self, row_bytes: int) -> int:
+        """Return how many rows :meth:`begin_step` generates at a time, for the memory of their KV cache; 0 for none.
+
+        Args:
+            row_bytes: KV cache of a row of the longest length.
+        """
+        return 0
 
     @property
     def makes_batches(self) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -17,8 +19,11 @@ from toolkit.inference.sampling import GREEDY
 
 BATCH_SIZE = 16
 """Prompts, or answers, per forward pass. The same on any number of ranks, so that rounding is the same."""
+SAMPLED_ROWS, CACHE_BYTES = 64, 4 << 30
+"""Answers that are sampled in a forward pass, and the most bytes of their KV cache. Also the same on any machine."""
 T = TypeVar("T")
 U = TypeVar("U")
+_GRAPH_SHARE = 0.25  # of a device's memory that must be free for a CUDA graph
 
 
 class Sampled(NamedTuple):
@@ -39,7 +44,8 @@ class Answerer(NamedTuple):
         model: In evaluation mode: complete, or on several ranks sharded or divided.
         device: Compute device.
         is_divided: Whether ranks answer different prompts; otherwise all compute all, together.
-        is_sharded: Whether the ranks compute each forward pass together (S6).
+        is_sharded: Whether the weights are sharded; the ranks then compute each forward pass together (S6).
+        gathers_weights: Whether to gather sharded weights once per call instead. It needs memory for all weights.
         padding: Padding of batches of answers.
     """
 
@@ -47,6 +53,7 @@ class Answerer(NamedTuple):
     device: torch.device
     is_divided: bool = False
     is_sharded: bool = False
+    gathers_weights: bool = False
     padding: Padding = NO_ROUNDING
 
     def generate(self, prompts: Sequence[list[int]], **options: Any) -> list[list[int]]:
@@ -72,17 +79,30 @@ class Answerer(NamedTuple):
             rows = record[0].recorded()
             return [_end(*row, length, eos_ids) for row, length in zip(rows, lengths, strict=True)]
 
-        pairs = list(zip(map(torch.tensor, prompts), seeds, strict=True))
-        return self._map(pairs, self._batch_size, sample)
+        if not prompts:
+            return []
+        # batches of prompts of similar lengths, of equal sizes
+        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+        row_bytes = self.model.make_cache(1, len(prompts[order[-1]]) + options["max_new_tokens"]).nbytes
+        rows = sampled_rows(row_bytes) if self.model.is_row_independent else 1
+        size = math.ceil(len(prompts) / math.ceil(len(prompts) / rows))
+        pairs = [(torch.tensor(prompts[i]), seeds[i]) for i in order]
+        answers = dict(zip(order, self._map(pairs, size, sample), strict=True))
+        return [answers[i] for i in range(len(prompts))]
+
+    @property
+    def _is_in_lockstep(self) -> bool:
+        return self.is_sharded and not self.gathers_weights
 
     @property
     def _batch_size(self) -> int:
         return BATCH_SIZE if self.model.is_row_independent else 1
 
     def _options(self, of_all_ranks: Sequence[Tensor]) -> dict[str, Any]:
-        lockstep = of_all_ranks if self.is_divided and self.is_sharded else ()
-        is_alone = self.is_divided and not self.is_sharded
-        return {"lockstep": lockstep, "is_alone": is_alone, "notice": lambda line: None}
+        lockstep = of_all_ranks if self.is_divided and self._is_in_lockstep else ()
+        is_alone = self.is_divided and not self._is_in_lockstep
+        has_graph = not self.is_sharded and _has_room(self.device)  # FSDP's hooks cannot be captured
+        return {"lockstep": lockstep, "is_alone": is_alone, "cuda_graph": has_graph, "notice": lambda line: None}
 
     @torch.no_grad()
     def log_probs(self, answers: Sequence[Encoding]) -> list[float]:
@@ -104,14 +124,15 @@ class Answerer(NamedTuple):
 
         ``compute`` takes a batch, and the batches that all ranks compute at the same time.
         """
-        parts = list(split(items, size))
-        if not self.is_divided:
-            return [result for part in parts for result in compute(part, part)]
-        rank, n, results = ranks.global_rank(), ranks.world_size(), []
-        for turn in split(parts, n):
-            if rank < len(turn) or self.is_sharded:  # a rank without a batch takes part in the forward passes
-                results.append(compute(turn[rank % len(turn)], [item for one in turn for item in one]))
-        everywhere = ranks.all_gather_object(results)
+        from toolkit.distributed.fsdp import gathered_weights
+
+        parts, results = list(split(items, size)), []
+        rank, n = (ranks.global_rank(), ranks.world_size()) if self.is_divided else (0, 1)
+        with gathered_weights(self.model) if self.gathers_weights else nullcontext():
+            for turn in split(parts, n):
+                if rank < len(turn) or self._is_in_lockstep:  # a rank without a batch takes part in the forward passes
+                    results.append(compute(turn[rank % len(turn)], [item for one in turn for item in one]))
+        everywhere = ranks.all_gather_object(results) if self.is_divided else [results]
         return [result for i in range(len(parts)) for result in everywhere[i % n][i // n]]
 
 
@@ -119,6 +140,19 @@ def _end(tokens: list[int], log_probs: list[float], length: int, eos_ids: Collec
     """Return an answer of ``length`` tokens, with the next one if that ends it."""
     has_ended = length < len(tokens) and tokens[length] in eos_ids
     return Sampled(tokens[: length + has_ended], log_probs[: length + has_ended], has_ended)
+
+
+def sampled_rows(row_bytes: int) -> int:
+    """Return how many answers to sample in a forward pass, if each needs a KV cache of ``row_bytes``."""
+    return max(1, min(SAMPLED_ROWS, CACHE_BYTES // row_bytes))
+
+
+def _has_room(device: torch.device) -> bool:
+    """Whether a CUDA device has memory for a CUDA graph."""
+    if device.type != "cuda":
+        return False
+    free, total = torch.cuda.mem_get_info(device)
+    return free > _GRAPH_SHARE * total
 
 
 def split(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:

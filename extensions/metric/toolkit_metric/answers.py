@@ -5,8 +5,6 @@ from contextlib import ExitStack, closing
 from threading import Timer
 from typing import Any, NamedTuple
 
-import torch
-
 from toolkit.config.metric_options import MetricArgs
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
@@ -19,7 +17,6 @@ from toolkit_metric.prompts import Prompt, decode_answer, end_tokens, prompt_tem
 
 _TRIAL_ROWS = 2
 _SLOW_START_S = 5.0
-_GRAPH_SHARE = 0.25  # of a device's memory that must be free for a CUDA graph
 
 
 class MetricSetup(NamedTuple):
@@ -104,12 +101,7 @@ def answer_prompts(
     answers, log_probs = [], []
     if setup.needs_answers:
         ids = [prompt.ids for prompt in setup.prompts]
-        tokens = answerer.generate(
-            ids,
-            max_new_tokens=max_new_tokens,
-            eos_ids=setup.eos_ids,
-            cuda_graph=not answerer.is_sharded and _has_room(answerer.device),
-        )
+        tokens = answerer.generate(ids, max_new_tokens=max_new_tokens, eos_ids=setup.eos_ids)
         answers = [decode_answer(tokenizer, *pair) for pair in zip(ids, tokens, strict=True)]
     if setup.needs_log_probs:
         values = iter(answerer.log_probs([choice for prompt in setup.prompts for choice in prompt.choices]))
@@ -139,11 +131,3 @@ def call_metric(process: MetricProcess, prompts: Sequence[Prompt], answers: Sequ
     if process.traits.needs_prompts:
         rows = [{"messages": p.record.messages, "tools": p.record.tools, "where": p.where} for p in prompts]
     return process.call(answers, [prompt.reference for prompt in prompts], rows)
-
-
-def _has_room(device: torch.device) -> bool:
-    """Whether a CUDA device has memory for a CUDA graph."""
-    if device.type != "cuda":
-        return False
-    free, total = torch.cuda.mem_get_info(device)
-    return free > _GRAPH_SHARE * total

@@ -94,19 +94,21 @@ class AnswerMetrics(TimedMetrics):
         return {f"{VAL}{name}": value for name, value in summary.items()}
 
 
-def answerer_of(launch: Launch, model: Any) -> Answerer:
-    """Return how the ranks of a run answer prompts with its model, as the strategy wraps it."""
+def answerer_of(launch: Launch, model: Any, gathers_weights: bool = False) -> Answerer:
+    """Return how the ranks of a run answer prompts with its model, as the strategy wraps it; see :class:`Answerer`."""
     strategy, device = launch.config.strategy, launch.fabric.device
     module: Any = original_module(model)
-    is_sharded = strategy.kind == "fsdp"
+    is_sharded, is_ours = strategy.kind == "fsdp", strategy.extension is None
+    gathers_weights = gathers_weights and is_sharded and is_ours
     is_longrope = module.config.original_max_position is not None  # its forward passes depend on the prompts
     return Answerer(
-        model if is_sharded or strategy.extension is not None else module,
+        model if is_sharded or not is_ours else module,
         device,
-        is_divided=strategy.extension is None
+        is_divided=is_ours
         and strategy.layout.model_parallel == 1
-        and not (is_sharded and is_longrope),
+        and not (is_sharded and is_longrope and not gathers_weights),
         is_sharded=is_sharded,
+        gathers_weights=gathers_weights,
         padding=choose_padding(device.type, True, module.config.block_size),
     )
 

@@ -33,6 +33,7 @@ class OnPolicy(Objective):
         answers: Answers to each prompt in a step.
         max_new_tokens: Tokens of an answer; longer ones are cut off.
         temperature: Divides the logits, in sampling and in the loss.
+        gather_weights: Under fsdp, gather the weights once per rollout, not for every token. It needs memory for all.
 
     Attributes:
         scores: A :class:`toolkit_metric.scores.AnswerScores` for rewards, on rank 0.
@@ -43,6 +44,7 @@ class OnPolicy(Objective):
     answers: int = 1
     max_new_tokens: int = 128
     temperature: float = 1.0
+    gather_weights: bool = True
 
     data_share: ClassVar[float] = 0.0
 
@@ -52,11 +54,19 @@ class OnPolicy(Objective):
     def count(self, batch: Batch) -> dict[str, int]:
         return {ANSWERS: sum(row >= 0 for row in batch.ids)}
 
+    def cached_rows(self, row_bytes: int) -> int:
+        from toolkit_metric.answerer import sampled_rows
+
+        return sampled_rows(row_bytes)
+
     def prepare(self, launch: Launch) -> PreparedData:
         from toolkit_on_policy.prompts import PromptRows
 
         if not isinstance(launch.data.train, PromptRows):
             raise UserError(f"--objective {type(self).__name__}: learns from prompts; use --data Prompts")
+        strategy = launch.config.strategy
+        if not (self.gather_weights or strategy.kind == "fsdp"):
+            raise UserError(f"--objective.gather_weights false: has no effect with {strategy.kind}; remove it")
         self._launch, self.samples = launch, list[Any]()
         self.differences: list[Tensor] = []
         self.scores: Any = None
@@ -116,13 +126,12 @@ class OnPolicy(Objective):
         start = time.perf_counter()
         launch.display.phase("generating answers")
         with generating(model), launch.fabric.autocast():
-            sampled = answerer_of(launch, model).sample(
+            sampled = answerer_of(launch, model, self.gather_weights).sample(
                 [rows.prompts[prompt].ids for prompt, _, _ in asked],
                 [seed_of(seed, key, step, number) for _, key, number in asked],
                 end_tokens(tokenizer),
                 sampling=Sampling(temperature=self.temperature if is_training else 0.0),
                 max_new_tokens=self.max_new_tokens,
-                cuda_graph=False,
             )
         if is_training:
             self.speed[0] += sum(len(answer.tokens) for answer in sampled)
