@@ -140,6 +140,12 @@ def _no_accumulation(plan: RunPlan) -> Iterator[Changes]:
         yield {"train.global_batch_size": batch.micro_batch_size * batch.data_parallel}
 
 
+def _gather_for_every_token(plan: RunPlan) -> Iterator[Changes]:
+    """Generate answers with sharded weights, which is slow."""
+    if plan.memory.gathered_weights:
+        yield {"objective.gather_weights": False}
+
+
 def _train_adapters(plan: RunPlan) -> Iterator[Changes]:
     """Train LoRA adapters. Resets the masters and bf16 moments that earlier changes may have set."""
     args = plan.args
@@ -190,6 +196,7 @@ _STEPS: list[Step] = [
     _set("precision", "bf16-true", lora=True),  # the frozen base model
     _set("fsdp.cpu_offload", True, lora=False),  # slow, with the same result; for LoRA, 4-bit weights are better
     _no_accumulation,
+    _gather_for_every_token,
     _train_adapters,
     _set("quantize", "bnb.nf4", lora=True),
     _round_updates,

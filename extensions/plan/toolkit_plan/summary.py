@@ -20,6 +20,8 @@ _DESCRIPTIONS = {
     "activations": "saved for the backward pass",
     "recomputed_block": "backward pass of one block, with recomputed activations",
     "logits": "one chunk, and the head's gradient",
+    "gathered_weights": "FSDP: all weights, unsharded, while answers are generated",
+    "kv_cache": "keys and values of these answers",
     "checkpoint_copy": "state that is being written (--train.async_save)",
     "context": "CUDA context and fragmentation, estimated",
 }

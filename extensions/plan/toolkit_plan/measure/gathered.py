@@ -43,11 +43,13 @@ class FSDPMemory(NamedTuple):
         at_loss: Unsharded weights at the loss.
         buffer: The part of them that is the last all-gather's buffer.
         elsewhere: The most bytes of a step at another time.
+        all_weights: All unsharded weights.
     """
 
     at_loss: float = 0.0
     buffer: float = 0.0
     elsewhere: float = 0.0
+    all_weights: float = 0.0
 
 
 def fsdp_memory(inputs: MemoryInputs, model: GPT, stored: list[StoredParameter], step: StepMemory) -> FSDPMemory:
@@ -97,4 +99,4 @@ def fsdp_memory(inputs: MemoryInputs, model: GPT, stored: list[StoredParameter],
     first_unit = units[0] if has_head else root_unit  # with the embedding
     before_first = (0.0 if has_head else root) + block_gradients
     end = sharded_gradients + size(first_unit, "param_dtype", True) + max(before_first, gradients(first_unit))
-    return FSDPMemory(at_loss, buffer, max(forward, backward, end))
+    return FSDPMemory(at_loss, buffer, max(forward, backward, end), root + sum(weights))

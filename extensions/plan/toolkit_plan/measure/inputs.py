@@ -13,6 +13,7 @@ from toolkit.config import ActivationCheckpointing, DDPArgs, FSDPArgs, Precision
 from toolkit.distributed.mesh import Layout
 from toolkit.distributed.strategy import StrategyPlan
 from toolkit.models.config import ModelConfig
+from toolkit.models.kv_cache import KVCache
 from toolkit.models.lora_config import LoRAConfig, Quantize
 from toolkit.planning.resolve import ResolvedConfig
 
@@ -55,6 +56,8 @@ class MemoryInputs:
         async_save: Whether checkpoints are written from a copy of the state.
         schedule: The pipeline schedule, see :class:`toolkit.config.PipelineArgs`.
         frozen: The architecture of the objective's frozen model; None if it needs none.
+        gathers_weights: Whether FSDP gathers all weights while the objective generates answers.
+        kv_cache: Bytes of the KV cache then.
         ema: Decay rate of the moving average of the weights; None without one.
     """
 
@@ -79,6 +82,8 @@ class MemoryInputs:
     async_save: bool = False
     schedule: str = "1f1b"
     frozen: ModelConfig | None = None
+    gathers_weights: bool = False
+    kv_cache: int = 0
     ema: float | None = None
 
     def of_micro_batch(self, frozen: ModelConfig | None = None) -> MemoryInputs:
@@ -87,6 +92,7 @@ class MemoryInputs:
         strategy = StrategyPlan("fsdp" if self.strategy.kind == "fsdp" else "single", None, layout, "")
         unset: dict[str, Any] = {"optimizer": {}, "optimizer_class": None, "async_save": False, "schedule": "1f1b"}
         unset |= {"accumulation": 1, "fsdp": FSDPArgs(), "ddp": DDPArgs(), "ema": None}
+        unset |= {"gathers_weights": False, "kv_cache": 0}
         return replace(self, strategy=strategy, frozen=frozen, **unset)
 
     @property
@@ -158,14 +164,14 @@ class MemoryInputs:
 
 def memory_inputs(config: ResolvedConfig, model: ModelConfig) -> MemoryInputs:
     """Return the inputs of the memory estimate; ``model`` includes the vocabulary size."""
-    args, batch = config.args, config.batch
-    return MemoryInputs(
+    args, batch, length = config.args, config.batch, config.max_seq_length or model.block_size
+    inputs = MemoryInputs(
         config=model,
         precision=config.precision,
         strategy=config.strategy,
         micro_batch_size=batch.micro_batch_size * args.objective.rows_per_sample,
         accumulation=batch.accumulation,
-        seq_length=config.max_seq_length or model.block_size,
+        seq_length=length,
         optimizer=config.optimizer,
         device=config.device,
         lora=args.lora,
@@ -181,5 +187,10 @@ def memory_inputs(config: ResolvedConfig, model: ModelConfig) -> MemoryInputs:
         async_save=args.train.async_save,
         schedule=args.pipeline.schedule,
         frozen=config.frozen,
+        gathers_weights=args.objective.gather_weights and config.strategy.extension is None,
         ema=args.train.ema,
     )
+    if not args.objective.makes_batches:
+        return inputs
+    row_bytes = KVCache(model, 1, length + 1, "meta", inputs.dtype, inputs.tensor).nbytes
+    return replace(inputs, kv_cache=args.objective.cached_rows(row_bytes) * row_bytes)

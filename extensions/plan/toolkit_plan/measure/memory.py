@@ -31,7 +31,9 @@ from toolkit_plan.measure.trace import StepMemory, step_memory
 
 # CUDA context, cuBLAS workspace and allocator fragmentation: a rule of thumb; measured contexts take 0.3 to 0.6 GB.
 CUDA_CONTEXT, FRAGMENTATION = 0.6e9, 0.03
-_NO_PARTS = ("device", "has_gradients_in_forward", "gather_buffer", "elsewhere", "frozen_forward", "host", "host_copy")
+_NO_PARTS = (
+    "device", "has_gradients_in_forward", "gather_buffer", "elsewhere", "frozen_forward", "rollout", "host", "host_copy"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,8 @@ class Memory:
             exists before it: recomputed activations, autocast's copies and temporary tensors.
         logits: A chunk of logits, and the gradients of the head. With a frozen model, also its head, hidden states and
             logits.
+        gathered_weights: FSDP's unsharded weights while the objective generates answers.
+        kv_cache: Keys and values of these answers.
         checkpoint_copy: On a CPU, the state copy that --train.async_save writes.
         device: "cuda", "cpu" or "mps".
         has_gradients_in_forward: Whether gradients are in memory together with activations.
@@ -64,6 +68,7 @@ class Memory:
             :func:`toolkit_plan.measure.gathered.fsdp_memory`.
         frozen_forward: What the forward pass of the frozen model needs before the forward pass of the trained one; an
             alternative in ``total``, not a part.
+        rollout: What generating answers before the step needs; an alternative in ``total``, not a part.
         host: CPU memory per process for FSDP's offloaded weights, gradients and optimizer state; not in ``total``.
         host_copy: On a GPU, the CPU memory for the state copy that --train.async_save writes; not in ``total``. For
             unsharded checkpoints, only rank 0 has it.
@@ -82,12 +87,15 @@ class Memory:
     activations: float
     recomputed_block: float
     logits: float
+    gathered_weights: float
+    kv_cache: float
     checkpoint_copy: float
     device: str
     has_gradients_in_forward: bool
     gather_buffer: float = 0.0
     elsewhere: float = 0.0
     frozen_forward: float = 0.0
+    rollout: float = 0.0
     host: float = 0.0
     host_copy: float = 0.0
 
@@ -97,7 +105,7 @@ class Memory:
         at_loss = self.unsharded_unit + self.cast_weights + self.activations + self.logits
         step = max(at_loss, self.elsewhere + self.gathered_context, self.frozen_forward)
         step += self.gradients if self.has_gradients_in_forward else 0.0
-        return self._persistent + self.context + max(step, self.gradients + self.update)
+        return self._persistent + self.context + max(step, self.gradients + self.update, self.rollout)
 
     def __str__(self) -> str:
         largest = sorted(self.parts().items(), key=lambda part: -part[1])[:3]
@@ -106,8 +114,8 @@ class Memory:
 
     @property
     def training_state(self) -> float:
-        """Bytes of parameters, gradients and optimizer state: a lower bound without activations."""
-        return self._persistent + self.gradients
+        """Bytes of parameters, gradients or unsharded weights, and optimizer state: a lower bound."""
+        return self._persistent + max(self.gradients, self.gathered_weights)
 
     @property
     def _persistent(self) -> float:
@@ -165,6 +173,7 @@ def plan_memory(inputs: MemoryInputs, model: GPT | None = None, step: StepMemory
         fsdp = FSDPMemory(elsewhere=max(step.forward, step.end, *(size for _, size in step.backward)))
     dequantized = 2 * max((p.numel for p in quantized), default=0)  # for a matmul
     frozen_weights, frozen_blocks = _frozen_bytes(inputs)
+    gathered = fsdp.all_weights if inputs.gathers_weights else 0.0
     host = 0.0
     if inputs.strategy.offloads:
         host = frozen_weights + _sum_bytes(offloaded) + _sum_bytes(p for p in offloaded if p.is_trained)
@@ -183,12 +192,15 @@ def plan_memory(inputs: MemoryInputs, model: GPT | None = None, step: StepMemory
         activations=step.saved,
         recomputed_block=step.recomputed if inputs.activation_checkpointing != "none" else 0.0,
         logits=step.head,
+        gathered_weights=gathered,
+        kv_cache=inputs.kv_cache,
         checkpoint_copy=checkpoint_copy if is_on_host else 0.0,
         device=inputs.device,
         has_gradients_in_forward=inputs.accumulation > 1 or is_ddp,  # ddp's buckets persist
         gather_buffer=fsdp.buffer,
         elsewhere=fsdp.elsewhere + dequantized,
         frozen_forward=0.0 if inputs.frozen is None else frozen_blocks + step.frozen,
+        rollout=gathered + inputs.kv_cache + step.casts + gradients * is_ddp if inputs.kv_cache else 0.0,
         host=host,
         host_copy=0.0 if is_on_host else checkpoint_copy,
     )
