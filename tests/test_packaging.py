@@ -21,16 +21,16 @@ ROOT = Path(__file__).parents[1]
 # Tokens of the core and of each built-in extension. Who raises a line says in the commit why no code could go instead.
 # After a cut, lower it: `python tests/test_packaging.py` prints the table as it is now, rounded up to the next hundred.
 BUDGET = {
-    "toolkit": 314_300,
+    "toolkit": 314_600,
     "doctor": 11_400,
     "launch": 3_500,
     "serve": 9_300,
     "report": 10_300,
     "foreign": 3_800,
-    "metric": 12_850,
+    "metric": 13_050,
     "interop": 13_500,
     "align": 11_400,
-    "plan": 28_200,
+    "plan": 28_400,
     "quantized": 4_100,
 }
 

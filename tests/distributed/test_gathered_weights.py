@@ -8,6 +8,10 @@ import pytest
 import torch
 from helpers.cases import slow_except
 from helpers.groups import free_port, start_ranks
+from toolkit_plan.measure.gathered import fsdp_memory
+from toolkit_plan.measure.inputs import MemoryInputs
+from toolkit_plan.measure.parameters import stored_parameters
+from toolkit_plan.measure.trace import StepMemory
 from torch import distributed as dist
 from torch.autograd import profiler_legacy
 from torch.distributed.fsdp import FSDPModule
@@ -112,7 +116,7 @@ def rank_main(rank: int, port: int, name: str, size: int) -> None:
         torch.autograd._enable_profiler_legacy(profiler_legacy.profile().config())
         with gathered_weights(model):  # before the first forward pass
             found = answers_of(model, rank, 6), answers_of(model, rank, 24)
-            assert settings_and_bytes(model)[1] > 0 or sharding == "NO_SHARD"
+            gathered = settings_and_bytes(model)[1]
         events = [event for events in torch.autograd._disable_profiler_legacy() for event in events]
     assert settings_and_bytes(model)[1] == 0
     counts = Counter(event.name() for event in events if event.kind() == "push")
@@ -122,6 +126,11 @@ def rank_main(rank: int, port: int, name: str, size: int) -> None:
         torch.testing.assert_close(log_probs, exact, rtol=0, atol=0)
     assert train(model) == loss
     assert settings_and_bytes(model) == expected_state
+    inputs = MemoryInputs(
+        alone.config, precision, plan, 1, 1, 64, {"name": "AdamW"}, "cpu", LoRAConfig(r=2) if lora else None
+    )
+    planned = fsdp_memory(inputs, alone, stored_parameters(inputs, alone), StepMemory()).all_weights
+    assert gathered == planned > 0, (gathered, planned)
 
     def fail(*_) -> None:
         raise ValueError("in a forward pass")

@@ -11,6 +11,7 @@ from helpers.small_runs import write_base
 from toolkit_on_policy.rollouts import path_of
 
 from toolkit.cli import main
+from toolkit.models.families import get_config
 
 RUN = (
     "base --data Prompts --data.json_path prompts.jsonl --data.val_split_fraction 0.25 --accelerator cpu "
@@ -58,3 +59,31 @@ def test_gathered_weights_give_the_answers_and_the_curve_of_lockstep_and_of_one_
         for name in ("loss", "grad_norm", "reward", "val_reward"):
             assert a.get(name, 0) == pytest.approx(b.get(name, 0), rel=1e-6, abs=1e-7, nan_ok=True), (name, a, b)
     assert all(row["difference_largest"] < 1e-5 for row in curve("gathered"))
+
+
+def test_the_plan_counts_gathered_weights_and_kv_cache_or_the_step(folder, capsys):
+    """Whichever is more: gradients and activations are not in memory while answers are generated."""
+
+    def plan(*more: str) -> tuple[dict[str, float], list[str]]:
+        words = RUN.replace("base", "Llama-3.2-1B").replace("cpu", "cuda").replace("length 64", "length 2048").split()
+        words += ["--devices", "8", "--strategy", "fsdp", "--precision", "bf16-true", "--format", "json"]
+        words += ["--train.global_batch_size", "8", "--train.micro_batch_size", "1", *more]
+        assert main(["plan", "finetune_full", *words]) == 0
+        planned = json.loads(capsys.readouterr().out)
+        return planned["memory_gb"], [advice["change"] for advice in planned["advice"]]
+
+    full = ["--train.activation_checkpointing", "full"]
+    rollout, _ = plan(*full)
+    config = get_config("Llama-3.2-1B")
+    row_bytes = 2 * 2 * config.n_layer * config.n_query_groups * config.head_size * 2049
+    assert rollout["kv_cache"] == pytest.approx((4 << 30) // row_bytes * row_bytes / 1e9, abs=1e-3)
+    assert rollout["gathered_weights"] == pytest.approx(8 * rollout["weights"], abs=0.01)
+    stay = ("weights", "optimizer", "context")
+    others = sum(rollout[name] for name in stay)
+    assert rollout["total"] == pytest.approx(others + rollout["gathered_weights"] + rollout["kv_cache"], abs=0.01)
+    step, _ = plan()
+    assert step["total"] > rollout["total"] and step["gathered_weights"] == rollout["gathered_weights"]
+    lockstep, _ = plan(*full, *LOCKSTEP.split())
+    assert lockstep["total"] < rollout["total"] - 1 and lockstep["gathered_weights"] == 0
+    _, advice = plan(*full, "--device_memory_gb", "7")
+    assert LOCKSTEP in advice, advice
