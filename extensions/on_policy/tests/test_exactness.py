@@ -128,7 +128,7 @@ def test_decoder_and_trainer_of_a_trained_model_differ_by_rounding_in_256_tokens
         """Return how far the trainer's log-probabilities are from those of the rollouts."""
         objective = GRPO(2, n, temperature, rewards_by="r", mask_truncated=False)
         gradients_of_step(objective, fabric, fabric.setup(model), prompts, rollouts, size)
-        return torch.tensor(objective.take_differences())
+        return torch.cat(objective.differences)
 
     double = copy.deepcopy(trained).double()
     assert differences(double, sample(double), 4).max() < 4e-6

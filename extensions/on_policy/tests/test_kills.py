@@ -85,6 +85,18 @@ def test_a_run_killed_before_its_update_generates_nothing_again(folder):
     require_same(folder, "damaged")
 
 
+@pytest.mark.parametrize(("kill_at", "old", "new"), [("3", "rate 1e-2", "rate 5e-2"), ("1", "base ", "teacher ")])
+def test_answers_of_other_weights_are_not_used(folder, corpus, kill_at, old, new):
+    """A resume with another learning rate, and a new start from another model in the folder of a killed run."""
+    (folder / "teacher").mkdir()
+    write_base(folder / "teacher", corpus, n_layer=3)
+    words = SAVING.replace("max_steps 3", "max_steps 4")
+    finish(start(folder, words, "killed", KILL_AT=kill_at))
+    assert path_of(Path("killed"), int(kill_at)).exists()
+    assert generated(folder, words.replace(old, new, 1), "killed") > 0
+    assert max(row["difference_largest"] for row in curve("killed")) < 1e-5
+
+
 @pytest.mark.slow
 def test_twenty_kills_at_random_instants(folder):
     words = SAVING.replace("max_steps 3", "max_steps 8")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from toolkit.config.checks import require_positive
@@ -60,6 +60,7 @@ class OnPolicy(Objective):
         return sampled_rows(row_bytes)
 
     def prepare(self, launch: Launch) -> PreparedData:
+        from toolkit.checkpoints.fingerprint import base_fingerprint
         from toolkit_on_policy.prompts import PromptRows
 
         if not isinstance(launch.data.train, PromptRows):
@@ -71,6 +72,13 @@ class OnPolicy(Objective):
         self.differences: list[Tensor] = []
         self.scores: Any = None
         self.speed = [0, 0.0, 0.0]  # sampled tokens, seconds of sampling, and of all that comes before updates
+        # What the weights of a step depend on, but for rounding: stored answers are of these weights only.
+        args, schedule = launch.args, launch.schedule
+        assert args.base_dir is not None, "it finetunes"
+        self._origin = [
+            asdict(launch.fingerprint), asdict(schedule), base_fingerprint(args.base_dir), args.from_peft,
+            args.train.max_norm, args.train.skip_spikes, schedule.total_seconds and launch.launched_at,
+        ]  # fmt: skip
         limit = launch.config.max_seq_length or 0
         datasets: Any = launch.data.train, launch.data.val
         for rows in datasets:
@@ -110,14 +118,13 @@ class OnPolicy(Objective):
         from toolkit.distributed import ranks
         from toolkit.inference.sampling import Sampling
         from toolkit.training.callbacks.samples import generating
-        from toolkit.training.hyperparameters import objective_entry
         from toolkit_on_policy.rollouts import Rollout, read_rollouts, seed_of, write_rollouts
 
         launch, step, is_training = self._launch, self._launch.progress.step, model.training
         rows: Any = launch.data.train if is_training else launch.data.val
         tokenizer: Any = launch.data.tokenizer
         seed = launch.args.seed
-        origin = hash_inputs([launch.data.content_key, objective_entry(self), seed, step, prompts])
+        origin = hash_inputs([self._origin, step, prompts])
         if is_training and (stored := ranks.result_of_rank0(lambda: read_rollouts(launch.out_dir, step, origin))):
             return stored
         items = [(prompt, key, number) for prompt, key in prompts for number in range(n)]
