@@ -10,7 +10,7 @@ from helpers.compare_runs import assert_same_weights, losses
 from helpers.groups import free_port, start_ranks
 from helpers.on_policy import GRPO_RUN, answers_of, gradients_of_step
 from helpers.processes import Forked, finish
-from helpers.small_runs import text_data
+from helpers.small_runs import text_data, write_base
 from lightning import Fabric
 from toolkit_metric.answerer import Answerer
 from toolkit_on_policy.grpo import GRPO
@@ -117,9 +117,9 @@ def test_decoder_and_trainer_of_a_trained_model_differ_by_rounding_in_256_tokens
     generator, n, temperature = torch.Generator().manual_seed(0), 256, 0.7
     prompts = [torch.randint(3, 300, (3 + i,), generator=generator).tolist() for i in range(6)]
 
-    def sample(model: GPT) -> list[Rollout]:
+    def sample(model: GPT, eos_ids=()) -> list[Rollout]:
         answers = Answerer(model.eval(), fabric.device).sample(
-            [prompt for prompt in prompts for _ in range(2)], range(12), [], max_new_tokens=n,
+            [prompt for prompt in prompts for _ in range(2)], range(12), eos_ids, max_new_tokens=n,
             sampling=Sampling(temperature=temperature),
         )  # fmt: skip
         return [Rollout(i // 2, i // 2, i % 2, *answer, "", {"r": float(i % 2)}) for i, answer in enumerate(answers)]
@@ -131,7 +131,10 @@ def test_decoder_and_trainer_of_a_trained_model_differ_by_rounding_in_256_tokens
         return torch.cat(objective.differences)
 
     double = copy.deepcopy(trained).double()
-    assert differences(double, sample(double), 4).max() < 4e-6
+    whole = sample(double)
+    ended = sample(double, [whole[0].tokens[n // 2]])
+    assert len({len(rollout.tokens) for rollout in ended if rollout.has_ended}) > 3
+    assert all(differences(double, answers, 4).max() < 4e-6 for answers in (whole, ended))
     rollouts = sample(trained)
     exact = [rollout._replace(log_probs=log_probs_of(double, prompts, rollout, temperature)) for rollout in rollouts]
     for size in (12, 4):
@@ -146,6 +149,15 @@ def log_probs_of(model: GPT, prompts: list[list[int]], rollout: Rollout, tempera
     logits = model(torch.tensor([prompt + tokens]))[0, :, : model.config.vocab_size]
     log_p = (logits / temperature).log_softmax(-1)
     return log_p[range(len(prompt) - 1, len(prompt + tokens) - 1), tokens].tolist()
+
+
+def test_longrope_beyond_its_original_context_is_refused(folder, corpus, refusal):
+    """A longer row is scored with the long factors, also its tokens that were sampled with the short ones."""
+    (folder / "long").mkdir()
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "attention_factor": 1.0}
+    write_base(folder / "long", corpus, rope_adjustments={**factors, "original_max_seq_len": 48})
+    words = GRPO_RUN.replace("base ", "long ", 1).split()
+    assert "--train.max_seq_length 64: longrope scores" in refusal("finetune_full", *words, "--out_dir", "out")
 
 
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit_align.log_probs import BALANCING, balancing_parts
 
 from toolkit.data.base import PreparedData
-from toolkit.errors import require_option
+from toolkit.errors import UserError, require_option
 from toolkit.models.labels import IGNORE_INDEX, TOKENS
 from toolkit.objectives.base import LOSS, Part
 from toolkit_on_policy.objective import ANSWERS, LOGGED, OnPolicy
@@ -66,6 +66,10 @@ class GRPO(OnPolicy):
 
         from toolkit.distributed import ranks
 
+        model, length = launch.config.model, launch.config.max_seq_length or 0
+        if model is not None and length > (original := model.original_max_position or length):
+            hint = f"longrope scores tokens of longer rows with other factors than it samples with; use {original}"
+            raise UserError(f"--train.max_seq_length {length}: {hint}")
         data: Any = super().prepare(launch)
         options = self.rewards_by, self.rewards_by_timeout, "--objective.rewards_by"
         report = launch.display.message
