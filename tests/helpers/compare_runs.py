@@ -26,7 +26,7 @@ def losses(run: Path) -> list[float]:
 
 def curve(run: str | Path) -> list[dict[str, float]]:
     """Return the rows of metrics.csv without times and memory."""
-    skipped = ("second", "step_s", "wait", "slowest", "tokens_per_sec", "memory", "mfu")
+    skipped = ("second", "step_s", "update_s", "wait", "slowest", "tokens_per_sec", "memory", "mfu")
     rows = read_metrics(Path(run, "logs", "metrics.csv"))
     return [{k: v for k, v in row.items() if not any(part in k for part in skipped)} for row in rows]
 

@@ -15,7 +15,10 @@ from toolkit.objectives.base import LOSS, scales, total_counts
 from toolkit.training.step import _accumulate
 
 REWARDS = """
+import os
 import time
+
+calls = 0
 
 def length(answers, references, rows):
     return {"letters": [float(len(answer) % 7) for answer in answers]}
@@ -34,6 +37,20 @@ def raises(answers, references, rows):
 
 def hangs(answers, references, rows):
     time.sleep(60)
+
+def one(answers, references, rows):
+    return {"letters": 1.0}
+
+def other(answers, references, rows):
+    global calls
+    calls += 1
+    return {f"x{calls}": [1.0 for _ in answers]}
+
+def exits(answers, references, rows):
+    os._exit(7)
+
+def ids(answers, references, rows):
+    return {"place": [float(i) for i in range(len(answers))]}
 """
 RUN = (
     "base --data Prompts --data.json_path prompts.jsonl --data.val_split_fraction 0.25 --accelerator cpu --devices 1 "
@@ -86,7 +103,7 @@ def gradients_of_step(objective: OnPolicy, fabric, model, prompts: list[list[int
     config = SimpleNamespace(max_seq_length=64, batch=SimpleNamespace(micro_batch_size=size))
     objective._launch = SimpleNamespace(data=SimpleNamespace(train=rows), config=config, fabric=fabric)
     objective._rollouts = lambda *_: rollouts
-    objective.differences, objective.speed = [], [0, 0.0, 0.0]
+    objective.differences = []
     ids = list(range(fabric.global_rank, len(prompts), fabric.world_size))
     batches = objective.begin_step(model.train(), [SimpleNamespace(ids=ids, sample_keys=ids)])
     counts = ranks.all_reduce_sum(**total_counts(objective, batches))

@@ -251,9 +251,11 @@ def test_times_are_means_since_the_last_row(corpus, tmp_path):
     times = throughput.StepTimes()
     times.add([[2_000_000, 500_000], [1_000_000, 900_000]], 3.0)
     times.add([[1_000_000, 0], [4_000_000, 300_000]], 3.0)
-    assert times.read() == {"data_wait_s": pytest.approx(0.6), "step_s": pytest.approx(6.0), "slowest_rank": 1}
+    means = {"data_wait_s": pytest.approx(0.6), "step_s": pytest.approx(6.0), "update_s": 3.0}
+    assert times.read() == means | {"slowest_rank": 1}
     times.add([[2, 1]], 1.0)
     assert times.read()["slowest_rank"] == 0
     run_training(arguments(corpus, tmp_path / "run", train={"max_steps": 3, "log_interval": 2}))
     for row in rows_of(tmp_path / "run"):
         assert 0 <= float(row["data_wait_s"]) < float(row["step_s"]) and row["slowest_rank"] == "0"
+        assert 0 < float(row["update_s"]) <= float(row["step_s"]) - float(row["data_wait_s"])

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, cast, get_type_hints
 
 from toolkit.checkpoints.fingerprint import base_fingerprint
 from toolkit.checkpoints.folder import read_model_config
@@ -68,8 +68,14 @@ def model_fingerprint(folder: Path) -> str:
 
 
 def objective_fingerprint(args: RunArgs) -> dict[str, Any]:
-    """Return the objective's options with the fingerprint of another model instead of its folder."""
+    """Return the objective's options with the fingerprint of another model instead of its folder.
+
+    A resumed run may change fields with ``compare=False``.
+    """
     entry = objective_entry(args.objective)
+    for item in fields(cast(Any, args.objective)):
+        if not item.compare:
+            entry["init_args"].pop(item.name, None)
     for option, folder in (
         (args.objective.frozen_option, find_frozen(args.objective)),
         ("reference_dir", args.reference_dir),

@@ -94,7 +94,7 @@ def test_mistakes_in_rows_are_one_line(write, chat):
     needs = "rows.jsonl line 1: needs choices, a list of texts, one of which is the row's answer"
     good = {"prompt": "q", "completion": "a"}
     check_each(check, [
-        ({"text": "plain"}, "rows.jsonl line 1: is plain text without a prompt; give --eval.metric_data"),
+        ({"text": "plain"}, "rows.jsonl line 1: is plain text without a prompt; give rows with prompts"),
         ({"nothing": "q"}, "rows.jsonl line 1: has no known column"),
     ])  # fmt: skip
     for more in ({}, {"choices": ["a"]}, {"choices": ["b", "c"]}, {"choices": ["a", 1]}):

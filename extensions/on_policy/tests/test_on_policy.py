@@ -84,30 +84,6 @@ def test_files_are_checked_and_deleted_with_the_checkpoints(tmp_path):
     assert read_rollouts(tmp_path, 7, "key") is None
 
 
-SCORED = "--objective GRPO --objective.rewards_by scores:"
-REFUSED = {
-    "--objective GRPO": "--objective.rewards_by : must name a function",
-    "--objective GRPO --objective.rewards_by nothing": "--objective.rewards_by nothing: no such metric",
-    f"{SCORED}missing": "--objective.rewards_by scores:missing: ",
-    f"{SCORED}raises": "--objective.rewards_by scores:raises: KeyError",
-    f"{SCORED}nan": "--objective.rewards_by scores:nan: letters is nan; return finite numbers",
-    f"{SCORED}short": "--objective.rewards_by scores:short: ",
-    f"{SCORED}hangs --objective.rewards_by_timeout 1": "took longer than 1 s (--objective.rewards_by_timeout)",
-    f"{SCORED}length --objective.answers 1": "--objective.answers 1: must be 2 or more",
-    f"{SCORED}length --objective.max_new_tokens 60": "prompts.jsonl line 1: with its answer it has up to",
-    f"{SCORED}length --pipeline_parallel_size 2": "--pipeline_parallel_size 2: ",
-    f"{SCORED}length --train.neftune_alpha 5": "--train.neftune_alpha 5.0: is not supported with --objective GRPO",
-    f"{SCORED}length --data JSON --data.prompt_style plain": "learns from prompts; use --data Prompts",
-}
-
-
-@pytest.mark.parametrize("options", REFUSED)
-def test_mistakes_are_one_line(folder, options, capsys):
-    assert run(f"{RUN} --eval.interval 0 {options}", "out") == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert REFUSED[options] in error, error
-
-
 def test_equal_rewards_change_nothing_but_the_decay(folder):
     words = f"{GRPO_RUN} --eval.interval 0 --optimizer.weight_decay 0".replace("scores:length", "scores:equal")
     assert run(words, "out") == 0

@@ -38,9 +38,10 @@ def test_each_reward_their_sum_and_the_speed_are_seen_everywhere(two, capsys):
     assert not first["val_loss"] and not first["val_ppl"] and not first["val_bpb"] and not first["val_dropped"]
     assert "nan" not in Path("out/logs/metrics.csv").read_text()
     for row in rows:  # the functions take 0.2 s of a step, which is neither a wait for data nor part of the update
-        tokens = number(row, "tokens_per_sec") * number(row, "step_s")
-        update_s = tokens / number(row, "update_tokens_per_sec")
+        update_s = number(row, "update_s")
         assert number(row, "data_wait_s") < 0.2 <= number(row, "step_s") - update_s
+        tokens = number(row, "tokens_per_sec") * number(row, "step_s")
+        assert number(row, "update_tokens_per_sec") == pytest.approx(tokens / update_s)
         assert number(row, "rollout_tokens_per_sec") > number(row, "answer_tokens") * 16 / number(row, "step_s")
     line = next(line for line in printed.splitlines() if "step 3/3 | loss" in line)
     assert (

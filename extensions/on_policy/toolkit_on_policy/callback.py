@@ -21,11 +21,9 @@ class RolloutMetrics(Callback):
     columns = ("rollout_tokens_per_sec", "update_tokens_per_sec", "difference_median", "difference_largest")
 
     def __init__(self) -> None:
-        self._tokens = self._seconds = self._n_idle = 0.0
+        self._n_idle = 0
 
     def on_step_end(self, trainer: Run, metrics: Metrics) -> None:
-        self._tokens += metrics["step_tokens"]
-        self._seconds += metrics["step_seconds"]
         self._n_idle = self._n_idle + 1 if metrics.get("dropped") == 1 else 0
         if self._n_idle == IDLE_STEPS:
             trainer.display.message(
@@ -36,12 +34,11 @@ class RolloutMetrics(Callback):
 
     def on_log(self, trainer: Run, metrics: Metrics) -> None:
         objective: Any = trainer.objective
-        (n_sampled, sampling, before_updates), objective.speed = objective.speed, [0, 0.0, 0.0]
-        if sampling:  # not read from a file
-            metrics["rollout_tokens_per_sec"] = n_sampled / sampling
-        if self._tokens:
-            metrics["update_tokens_per_sec"] = self._tokens / (self._seconds - before_updates)
-        self._tokens = self._seconds = 0.0
+        if objective.sampling_seconds:  # not read from files
+            metrics["rollout_tokens_per_sec"] = objective.sampled_tokens / objective.sampling_seconds
+        objective.sampled_tokens = objective.sampling_seconds = 0
+        if "update_s" in metrics:
+            metrics["update_tokens_per_sec"] = metrics["tokens_per_sec"] * metrics["step_s"] / metrics["update_s"]
         values = [value for part in objective.differences for value in part.tolist()]
         objective.differences = []
         if values := [value for part in ranks.all_gather_object(values) for value in part]:

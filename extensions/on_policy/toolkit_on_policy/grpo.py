@@ -9,7 +9,7 @@ before the update, of the same forward pass: the ratio is 1, and only its gradie
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from toolkit_align.log_probs import BALANCING, balancing_parts
@@ -47,7 +47,7 @@ class GRPO(OnPolicy):
 
     answers: int = 8
     rewards_by: str = ""
-    rewards_by_timeout: float = 60.0
+    rewards_by_timeout: float = field(default=60.0, compare=False)
     divide_by_std: bool = False
     mask_truncated: bool = True
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from toolkit.config.checks import require_positive
@@ -44,7 +44,7 @@ class OnPolicy(Objective):
     answers: int = 1
     max_new_tokens: int = 128
     temperature: float = 1.0
-    gather_weights: bool = True
+    gather_weights: bool = field(default=True, compare=False)
 
     data_share: ClassVar[float] = 0.0
 
@@ -71,7 +71,7 @@ class OnPolicy(Objective):
         self._launch, self.samples = launch, list[Any]()
         self.differences: list[Tensor] = []
         self.scores: Any = None
-        self.speed = [0, 0.0, 0.0]  # sampled tokens, seconds of sampling, and of all that comes before updates
+        self.sampled_tokens, self.sampling_seconds = 0, 0.0  # of rollouts since the last row of metrics
         # What the weights of a step depend on, but for rounding: stored answers are of these weights only.
         args, schedule = launch.args, launch.schedule
         assert args.base_dir is not None, "it finetunes"
@@ -83,7 +83,10 @@ class OnPolicy(Objective):
         datasets: Any = launch.data.train, launch.data.val
         for rows in datasets:
             for prompt in rows.prompts:
-                if (n := len(prompt.ids) + self.max_new_tokens) > limit + 1:
+                answer = prompt.answer if self.data_share else ["any"]
+                if not answer:
+                    raise UserError(f"--objective.data_share {self.data_share}: {prompt.where}: has no answer; add one")
+                if (n := len(prompt.ids) + max(self.max_new_tokens, len(answer))) > limit + 1:
                     hint = f"with its answer it has up to {n} tokens; a row has {limit} (--train.max_seq_length)"
                     raise UserError(f"--objective.max_new_tokens {self.max_new_tokens}: {prompt.where}: {hint}")
         return launch.data
@@ -92,7 +95,7 @@ class OnPolicy(Objective):
         """Return micro-batches of answers to the prompts of ``micro_batches``."""
         from toolkit.distributed import ranks
 
-        n, start = self.answers if model.training else 1, time.perf_counter()
+        n = self.answers if model.training else 1
         own = [pair for batch in micro_batches for pair in zip(batch.ids, batch.sample_keys, strict=True)]
         prompts = sorted({pair for pairs in ranks.all_gather_object(own) for pair in pairs if pair[0] >= 0})
         rollouts = self._rollouts(model, prompts, n)
@@ -101,9 +104,7 @@ class OnPolicy(Objective):
         for rollout, advantage in zip(rollouts, advantages, strict=True):
             row = self._row(rollout, advantage, model.training)
             by_prompt.setdefault((rollout.prompt, rollout.key), []).append(row)
-        batches = self._batches(own, by_prompt, n)
-        self.speed[2] += (time.perf_counter() - start) * model.training
-        return batches
+        return self._batches(own, by_prompt, n)
 
     def advantages(self, rollouts: list[Rollout], n: int) -> list[float | None]:
         """Return the advantage of each answer, ``n`` of each prompt one after the other; None: it is not trained on."""
@@ -141,8 +142,8 @@ class OnPolicy(Objective):
                 max_new_tokens=self.max_new_tokens,
             )
         if is_training:
-            self.speed[0] += sum(len(answer.tokens) for answer in sampled)
-            self.speed[1] += time.perf_counter() - start
+            self.sampled_tokens += sum(len(answer.tokens) for answer in sampled)
+            self.sampling_seconds += time.perf_counter() - start
         answers = dict(zip(asked, sampled, strict=True))
         rollouts = []
         for item in items:

@@ -30,7 +30,7 @@ _CHARTS = (  # title, unit, patterns of columns
     ("Model FLOPs utilization", "%", ("mfu",)),
     ("Peak memory per device", "GB", ("peak_memory_gb",)),
     ("Wait for data in a step", "s", ("data_wait_s",)),
-    ("Time of a step", "s", ("step_s",)),
+    ("Time of a step", "s", ("step_s", "update_s")),
     ("Shares of the mixture", "%", ("share_*",)),
 )
 _N_LOSSES = 3

@@ -207,8 +207,7 @@ def _parse_prompts(row: _Row) -> list[Record]:
         messages, _ = _parse_turns(row, needs_answer=False)
         record = _make_record(messages, row) if messages else Record(None, None, row.where)
     if record.messages is None:
-        hint = "give --eval.metric_data FILE with prompts"
-        raise UserError(f"{row.where}: is plain text without a prompt; {hint}")
+        raise UserError(f"{row.where}: is plain text without a prompt; give rows with prompts (see --data.columns)")
     return [replace(record, label=row.get("choices"))]
 
 
