@@ -31,6 +31,7 @@ REFUSED = {
     f"{SCORED}hangs --objective.rewards_by_timeout 1": "took longer than 1 s (--objective.rewards_by_timeout)",
     f"{SCORED}length --objective.answers 1": "--objective.answers 1: must be 2 or more",
     f"{SCORED}length --objective.max_new_tokens 60": "prompts.jsonl line 1: with its answer it has up to",
+    f"{SCORED}length --objective.gather_weights false": "--objective.gather_weights false: has no effect with single",
     f"{SCORED}length --pipeline_parallel_size 2": "--pipeline_parallel_size 2: ",
     f"{SCORED}length --train.neftune_alpha 5": "--train.neftune_alpha 5.0: is not supported with --objective GRPO",
     f"{SCORED}length --data JSON --data.prompt_style plain": "learns from prompts; use --data Prompts",

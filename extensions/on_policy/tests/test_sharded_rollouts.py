@@ -4,14 +4,17 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers.compare_runs import curve
 from helpers.small_runs import write_base
+from toolkit_on_policy.grpo import GRPO
 from toolkit_on_policy.rollouts import path_of
 
 from toolkit.cli import main
 from toolkit.models.families import get_config
+from toolkit.training.checkpoint_meta import objective_fingerprint
 
 RUN = (
     "base --data Prompts --data.json_path prompts.jsonl --data.val_split_fraction 0.25 --accelerator cpu "
@@ -59,6 +62,15 @@ def test_gathered_weights_give_the_answers_and_the_curve_of_lockstep_and_of_one_
         for name in ("loss", "grad_norm", "reward", "val_reward"):
             assert a.get(name, 0) == pytest.approx(b.get(name, 0), rel=1e-6, abs=1e-7, nan_ok=True), (name, a, b)
     assert all(row["difference_largest"] < 1e-5 for row in curve("gathered"))
+
+
+def test_a_resumed_run_may_gather_otherwise():
+    runs = [
+        SimpleNamespace(objective=GRPO(rewards_by="f", gather_weights=gathers), reference_dir=None)
+        for gathers in (True, False)
+    ]
+    first, second = map(objective_fingerprint, runs)
+    assert first == second
 
 
 def test_the_plan_counts_gathered_weights_and_kv_cache_or_the_step(folder, capsys):
