@@ -28,7 +28,7 @@ def test_advantages_are_relative_to_the_prompt():
     cut = [*group[:3], rollout(3.0, has_ended=False)]
     assert objective.advantages(cut, 4) == [0.0, -1.0, -1.0, None]  # which counts in the mean
     scaled = GRPO(answers=4, rewards_by="length", divide_by_std=True).advantages(group, 4)
-    assert scaled == pytest.approx([value / math.sqrt(1.5) for value in (0.0, -1.0, -1.0, 2.0)])
+    assert scaled == pytest.approx([value / math.sqrt(2) for value in (0.0, -1.0, -1.0, 2.0)])
 
 
 @pytest.mark.parametrize("command", ["finetune_full", "finetune_lora"])

@@ -22,7 +22,7 @@ ANSWERS, TEMPERATURE = 4, STORED["temperature"]
 
 
 class AsTRL(GRPO):
-    """Divides by TRL's deviation: of n - 1, and 1e-4 more."""
+    """Divides by TRL's deviation: 1e-4 more."""
 
     def advantages(self, rollouts, n):
         rewards = [rollout.rewards["r"] for rollout in rollouts]
@@ -30,7 +30,7 @@ class AsTRL(GRPO):
         for i, value in enumerate(values):
             group = rewards[i - i % n :][:n]
             if value is not None:
-                values[i] = value * statistics.pstdev(group) / (statistics.stdev(group) + 1e-4)
+                values[i] = value * statistics.stdev(group) / (statistics.stdev(group) + 1e-4)
         return values
 
 

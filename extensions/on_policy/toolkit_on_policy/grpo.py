@@ -41,7 +41,7 @@ class GRPO(OnPolicy):
         answers: Answers to each prompt in a step.
         rewards_by: Functions as in --eval.metric, with a number for each answer; a sum if several.
         rewards_by_timeout: Seconds that a call of a function may take.
-        divide_by_std: Divide advantages by the standard deviation of the prompt's rewards.
+        divide_by_std: Divide advantages by the standard deviation of the prompt's rewards, of n - 1.
         mask_truncated: Do not train on answers that are cut off.
     """
 
@@ -82,7 +82,7 @@ class GRPO(OnPolicy):
         for start in range(0, len(rollouts), n):
             group = rollouts[start : start + n]
             rewards = [sum(rollout.rewards.values()) for rollout in group]
-            mean, std = statistics.fmean(rewards), statistics.pstdev(rewards)
+            mean, std = statistics.fmean(rewards), statistics.stdev(rewards)
             scale = std if self.divide_by_std else 1.0
             for rollout, reward in zip(group, rewards, strict=True):
                 is_masked = std == 0 or (self.mask_truncated and not rollout.has_ended)
