@@ -3,54 +3,31 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from helpers.compare_runs import curve
-from helpers.small_runs import write_base
+from helpers.on_policy import GRPO_RUN, rollouts_of, run
 from toolkit_on_policy.grpo import GRPO
-from toolkit_on_policy.rollouts import path_of
 
 from toolkit.cli import main
 from toolkit.models.families import get_config
 from toolkit.training.checkpoint_meta import objective_fingerprint
 
-RUN = (
-    "base --data Prompts --data.json_path prompts.jsonl --data.val_split_fraction 0.25 --accelerator cpu "
-    "--train.global_batch_size 4 --train.micro_batch_size 2 --train.max_steps 3 --train.lr_warmup_steps 0 "
-    "--train.learning_rate 1e-2 --train.max_seq_length 64 --eval.max_new_tokens 0 --eval.interval 3 "
-    "--objective GRPO --objective.answers 40 --objective.rewards_by scores:length --objective.max_new_tokens 8 "
-    "--objective.mask_truncated false"
-)
+MANY = f"{GRPO_RUN} --eval.interval 3".replace("answers 4", "answers 40")  # three batches
 LOCKSTEP = "--objective.gather_weights false"
-
-
-@pytest.fixture
-def folder(tmp_path, corpus, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    (tmp_path / "base").mkdir()
-    write_base(tmp_path / "base", corpus)
-    reward = "return {'letters': [float(len(answer) % 7) for answer in answers]}"
-    (tmp_path / "scores.py").write_text(f"def length(answers, references, rows):\n    {reward}\n")
-    rows = [{"prompt": "token " * (1 + i % 5), "completion": f"reads {i}"} for i in range(16)]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return tmp_path
-
-
-def rollouts_of(out: str, step: int) -> list[dict]:
-    return [json.loads(line) for line in path_of(Path(out), step).read_text().splitlines()[1:]]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["finetune_full", "finetune_lora"])
 def test_gathered_weights_give_the_answers_and_the_curve_of_lockstep_and_of_one_process(folder, command):
-    assert main([command, *RUN.split(), "--devices", "1", "--out_dir", "one"]) == 0
+    prompts = [{"prompt": "token " * (1 + i % 5), "completion": f"reads {i}"} for i in range(16)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    assert run(MANY, "one", command) == 0
     for name, more in (("gathered", ""), ("lockstep", LOCKSTEP)):
-        words = f"{RUN} --devices 2 --strategy fsdp --out_dir {name} {more}".split()
+        words = f"{MANY} --devices 2 --strategy fsdp --out_dir {name} {more}".split()
         subprocess.run([sys.executable, "-m", "toolkit", command, *words], check=True)
-    assert len(rollouts_of("one", 0)) == 160  # three batches, on two ranks
+    assert len(rollouts_of("one", 0)) == 160
     for step in range(3):
         for a, b in zip(rollouts_of("gathered", step), rollouts_of("lockstep", step), strict=True):
             assert a["tokens"] == b["tokens"]
@@ -77,8 +54,8 @@ def test_the_plan_counts_gathered_weights_and_kv_cache_or_the_step(folder, capsy
     """Whichever is more: gradients and activations are not in memory while answers are generated."""
 
     def plan(*more: str) -> tuple[dict[str, float], list[str]]:
-        words = RUN.replace("base", "Llama-3.2-1B").replace("cpu", "cuda").replace("length 64", "length 2048").split()
-        words += ["--devices", "8", "--strategy", "fsdp", "--precision", "bf16-true", "--format", "json"]
+        words = GRPO_RUN.replace("base", "Llama-3.2-1B").replace("cpu", "cuda").replace("length 64", "length 2048")
+        words = [*words.split(), "--devices", "8", "--strategy", "fsdp", "--precision", "bf16-true", "--format", "json"]
         words += ["--train.global_batch_size", "8", "--train.micro_batch_size", "1", *more]
         assert main(["plan", "finetune_full", *words]) == 0
         planned = json.loads(capsys.readouterr().out)
