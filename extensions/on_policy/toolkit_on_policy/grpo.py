@@ -82,7 +82,7 @@ class GRPO(OnPolicy):
         for start in range(0, len(rollouts), n):
             group = rollouts[start : start + n]
             rewards = [sum(rollout.rewards.values()) for rollout in group]
-            mean, std = statistics.fmean(rewards), statistics.stdev(rewards)
+            mean, std = statistics.fmean(rewards), statistics.stdev(rewards) if n > 1 else 0.0
             scale = std if self.divide_by_std else 1.0
             for rollout, reward in zip(group, rewards, strict=True):
                 is_masked = std == 0 or (self.mask_truncated and not rollout.has_ended)
