@@ -37,7 +37,7 @@ def step(number, start, end):
 
 
 def rounded(shares: Shares) -> list[float]:
-    names = ("compute", "communication", "data_wait", "host", "hidden_communication")
+    names = ("compute", "communication", "data_wait", "host", "hidden_communication", "begin_step")
     return [round(getattr(shares, name), 6) for name in names]
 
 
@@ -52,11 +52,11 @@ def test_shares_of_a_gpu_trace():
         event("ncclDevKernel_AllGather_RING_LL", 55, 80, "kernel"),
         event("gloo:all_reduce", 100, 110, "user_annotation"),
         event("ProfilerStep#5", 0, 100, "gpu_user_annotation"),
-        event("gemm", 190, 300, "kernel"),
+        event("gemm", 190, 300, "kernel"), event("toolkit::begin_step", 105, 145, "user_annotation"),
     ]  # fmt: skip
     shares = compute_shares(events, 2)
     # of 200 us: compute 10-60 and 190-200, communication 60-80 and 100-110, data 0-10
-    assert rounded(shares) == [0.3, 0.15, 0.05, 0.5, 0.025]
+    assert rounded(shares) == [0.3, 0.15, 0.05, 0.5, 0.025, 0.2]
     assert shares.step_s == pytest.approx(100e-6)
 
 
@@ -69,10 +69,12 @@ def test_shares_of_a_cpu_trace():
         event("c10d::allgather_", 60, 70), event("aten::copy_", 62, 64),
         event("gloo:all_gather", 50, 90, "user_annotation"),
         event("toolkit::validate", 95, 110, "user_annotation"), event("aten::mm", 96, 105),
+        event("toolkit::begin_step", 15, 25, "user_annotation"),
+        event("toolkit::begin_step", 96, 98, "user_annotation"),
         event("toolkit::save", 110, 115, "user_annotation"),
     ]  # fmt: skip
     shares = compute_shares(events, 1)
-    assert rounded(shares) == [0.4, 0.3, 0.1, 0.2, 0.1]
+    assert rounded(shares) == [0.4, 0.3, 0.1, 0.2, 0.1, 0.1]
     assert shares.step_s == pytest.approx(100e-6)
     with pytest.raises(ValueError, match="1 steps instead of 2"):
         compute_shares(events, 2)

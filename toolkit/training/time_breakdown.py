@@ -33,6 +33,7 @@ class Shares:
         data_wait: The training loop waits for the next batch.
         host: Everything else: Python, kernel launches, callbacks, logging.
         hidden_communication: Collectives that overlap with compute; part of ``compute``.
+        begin_step: What the objective does before an update, such as rollouts; part of the first four.
         garbage_collection: Python's garbage collections after the first step, of the run's time since then.
         step_s: Seconds per step.
     """
@@ -42,6 +43,7 @@ class Shares:
     data_wait: float
     host: float
     hidden_communication: float
+    begin_step: float
     garbage_collection: float
     step_s: float
 
@@ -69,7 +71,7 @@ def compute_shares(events: Iterable[Event], n_steps: int, garbage_collection: fl
     pauses = [event for event in named if event["name"] in (VALIDATE, SAVE)]
     blocking, compute = _find_compute(ranges)
     collectives = [event for event in ranges if event["name"].startswith(_COLLECTIVES)]
-    data = [event for event in named if event["name"] == DATA_WAIT]
+    data, begins = ([event for event in named if event["name"] == name] for name in (DATA_WAIT, BEGIN_STEP))
 
     groups = pauses, blocking, compute, collectives, data
     paused, blocked, computed, busy, used = (total(*groups[:n]) for n in range(1, 6))
@@ -81,6 +83,7 @@ def compute_shares(events: Iterable[Event], n_steps: int, garbage_collection: fl
         data_wait=(used - busy) / seconds,
         host=(end - start - used) / seconds,
         hidden_communication=(computed + in_collectives - busy - blocked) / seconds,
+        begin_step=(total(pauses, begins) - paused) / seconds,
         garbage_collection=garbage_collection,
         step_s=seconds / n_steps / 1e6,
     )
