@@ -81,7 +81,7 @@ def test_shares_of_a_cpu_trace():
 
 
 def test_table_of_many_ranks_shows_those_that_wait_least():
-    shares = {rank: Shares(0.5, 0.01 * ((rank * 7) % 100), 0, 0.5, 0, 0.25, 1.0) for rank in range(100)}
+    shares = {rank: Shares(0.5, 0.01 * ((rank * 7) % 100), 0, 0.5, 0, 0, 0.25, 1.0) for rank in range(100)}
     head, *rows, note = format_shares(shares)
     assert [int(row.split()[0]) for row in rows] == sorted(sorted(shares, key=lambda r: r * 7 % 100)[:8])
     assert "8 of 100 ranks" in note and head.startswith("rank  compute")
