@@ -74,13 +74,20 @@ def test_a_wrong_decoder_is_seen(folder, fault, monkeypatch):
     assert min(row["difference_largest"] for row in curve("out")) > 1e-3
 
 
-def test_files_are_checked_and_deleted_with_the_checkpoints(tmp_path):
+def test_files_are_checked(tmp_path):
     rollouts = [Rollout(1, 2, 3, [4, 5], [-0.1, -1e-9], True, "a", {"r": 0.5})]
     write_rollouts(tmp_path, 7, "key", rollouts)
     assert read_rollouts(tmp_path, 7, "key") == rollouts
     assert read_rollouts(tmp_path, 7, "other") is None and read_rollouts(tmp_path, 8, "key") is None
     path = path_of(tmp_path, 7)
-    path.write_bytes(path.read_bytes().replace(b"-0.1", b"-0.2"))
+    path.rename(copy := tmp_path / "copy")
+    path.symlink_to(copy)
+    assert read_rollouts(tmp_path, 7, "key") is None  # links are not followed
+    path.unlink()
+    path.mkdir()
+    assert read_rollouts(tmp_path, 7, "key") is None
+    path.rmdir()
+    path.write_bytes(copy.read_bytes().replace(b"-0.1", b"-0.2"))
     assert read_rollouts(tmp_path, 7, "key") is None
 
 

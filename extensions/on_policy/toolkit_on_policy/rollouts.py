@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,8 +60,7 @@ def write_rollouts(out_dir: Path, step: int, origin: str, rollouts: Sequence[Rol
 
     ``origin`` identifies the options and the data that the answers depend on.
     """
-    lines = [json.dumps(rollout._asdict()) for rollout in rollouts]
-    body = "".join(f"{line}\n" for line in lines).encode()
+    body = "".join(json.dumps(rollout._asdict()) + "\n" for rollout in rollouts).encode()
     head = json.dumps({"origin": origin, "crc32": crc32_of(body)})
     path = path_of(out_dir, step)
     try:
@@ -74,15 +74,9 @@ def write_rollouts(out_dir: Path, step: int, origin: str, rollouts: Sequence[Rol
 
 
 def read_rollouts(out_dir: Path, step: int, origin: str) -> list[Rollout] | None:
-    """Return the answers of a step; None if there are none, or of another origin, or the file is damaged."""
-    path = path_of(out_dir, step)
-    if not path.is_file():
-        return None
-    head, _, body = read_bounded(path).partition(b"\n")
-    try:
-        values = parse_json(head)
-        if values != {"origin": origin, "crc32": crc32_of(body)}:
-            return None
-        return [Rollout(**parse_json(line)) for line in body.splitlines()]
-    except (ValueError, TypeError):
-        return None
+    """Return the answers of a step; None if there are none, or of another origin, or the file cannot be read."""
+    with suppress(OSError, ValueError, TypeError):
+        head, _, body = read_bounded(path_of(out_dir, step), "log").partition(b"\n")
+        if parse_json(head) == {"origin": origin, "crc32": crc32_of(body)}:
+            return [Rollout(**parse_json(line)) for line in body.splitlines()]
+    return None
