@@ -115,6 +115,17 @@ def test_empty_answers_and_an_end_that_is_also_padding_are_trained_on(folder, mo
 
 
 @pytest.mark.slow
+def test_ranks_wait_for_a_slow_reward_longer_than_for_each_other(folder):
+    Path("faulty.py").write_text(FAULTY.replace("time.sleep(60)", "time.sleep(15)"))
+    Path("fault").touch()
+    words = f"{GRPO_RUN} --eval.interval 0 --timeout 0.15 --devices 2".replace("scores:length", "faulty:hangs").split()
+    command = [sys.executable, "-m", "toolkit", "finetune_full", *words, "--out_dir", "out"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert "waiting for rank 0 to score answers" in ended.stdout
+
+
+@pytest.mark.slow
 def test_a_reward_model_scores_on_two_ranks(folder, capsys):
     rows = [{"prompt": f"token {i} ", "chosen": "reads", "rejected": "writes"} for i in range(8)]
     Path("pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

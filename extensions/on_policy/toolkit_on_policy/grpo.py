@@ -73,7 +73,8 @@ class GRPO(OnPolicy):
         data: Any = super().prepare(launch)
         options = self.rewards_by, self.rewards_by_timeout, "--objective.rewards_by"
         report = launch.display.message
-        self.scores = ranks.run_on_rank0(lambda: AnswerScores(*options, data.train.prompts, report))
+        reporter = ranks.WaitReporter("start --objective.rewards_by", report)
+        self.scores = ranks.run_on_rank0(lambda: AnswerScores(*options, data.train.prompts, report), reporter)
         self._names = ranks.broadcast_from_rank0(self.scores and self.scores.names)
         return data
 

@@ -153,7 +153,9 @@ class OnPolicy(Objective):
             rollouts.append(Rollout(*item, tokens, log_probs, has_ended, text, {}))
         launch.display.phase("scoring answers")
         pairs = [rows.prompts[rollout.prompt] for rollout in rollouts], [rollout.text for rollout in rollouts]
-        rewards = ranks.result_of_rank0(lambda: self.scores.score(*pairs) if self.scores else [{}] * len(rollouts))
+        reporter = ranks.WaitReporter("score answers", launch.display.message)
+        score = lambda: self.scores.score(*pairs) if self.scores else [{}] * len(rollouts)  # noqa: E731
+        rewards = ranks.result_of_rank0(score, reporter)
         rollouts = [rollout._replace(rewards=values) for rollout, values in zip(rollouts, rewards, strict=True)]
         if is_training:
             ranks.result_of_rank0(lambda: write_rollouts(launch.out_dir, step, origin, rollouts))
