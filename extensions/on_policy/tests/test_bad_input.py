@@ -34,7 +34,8 @@ REFUSED = {
     f"{SCORED}length --objective.gather_weights false": "--objective.gather_weights false: has no effect with single",
     f"{SCORED}length --pipeline_parallel_size 2": "--pipeline_parallel_size 2: ",
     f"{SCORED}length --train.neftune_alpha 5": "--train.neftune_alpha 5.0: is not supported with --objective GRPO",
-    f"{SCORED}length --data JSON --data.prompt_style plain": "learns from prompts; use --data Prompts",
+    f"{SCORED}length --objective.rewards_by_timeout 0": "--objective.rewards_by_timeout 0.0: must be greater than zero",
+    f"{SCORED}length --data JSON --data.prompt_style plain": "--data JSON: is not supported with --objective GRPO; ",
     f"{SCORED}length --data.json_path text.jsonl": "text.jsonl line 1: is plain text without a prompt",
     f"{SCORED}length --data.columns.prompt question": "prompts.jsonl line 1: has no column question (--data.columns)",
     f"{SCORED}length --train.global_batch_size 16": "--train.global_batch_size 16: the training data has only 12 rows",
@@ -72,6 +73,14 @@ def test_mistakes_are_one_line(folder, options, capsys):
     assert run(f"{RUN} --eval.interval 0 {options}", "out") == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert REFUSED[options] in error, error
+
+
+@pytest.mark.parametrize("objective", ["NextToken", "DPO"])
+def test_prompts_without_such_an_objective_are_refused(folder, objective, capsys):
+    words = RUN.replace("--objective.max_new_tokens 8", f"--objective {objective}")
+    assert run(words, "out") == 2
+    error = capsys.readouterr().err
+    assert f"--data Prompts: is not supported with --objective {objective}; GRPO and OnPolicyDistillation need" in error
 
 
 @pytest.mark.parametrize(("fault", "code"), [("hangs", 2), ("signals", 143)])

@@ -5,13 +5,17 @@ from typing import Any
 from toolkit.errors import UserError
 from toolkit_on_policy.grpo import GRPO
 from toolkit_on_policy.objective import OnPolicy
+from toolkit_on_policy.prompts import Prompts
 
 
 def check(args: Any) -> None:
     """Raise UserError for an option that is not supported, of a :class:`toolkit.planning.run_args.RunArgs`."""
-    if not isinstance(args.objective, OnPolicy):
+    name, is_on_policy = f"--objective {type(args.objective).__name__}", isinstance(args.objective, OnPolicy)
+    if isinstance(args.data, Prompts) != is_on_policy:
+        hint = "GRPO and OnPolicyDistillation need --data Prompts, and only they can use it"
+        raise UserError(f"--data {type(args.data).__name__}: is not supported with {name}; {hint}")
+    if not is_on_policy:
         return
-    name = f"--objective {type(args.objective).__name__}"
     for option in ("tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size"):
         if (size := getattr(args, option)) > 1:
             raise UserError(f"--{option} {size}: is not supported with {name}, which generates answers; use 1")

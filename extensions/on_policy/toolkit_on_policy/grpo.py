@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit_align.log_probs import BALANCING, balancing_parts
 
+from toolkit.config.checks import require_positive
 from toolkit.data.base import PreparedData
 from toolkit.errors import UserError, require_option
 from toolkit.models.labels import IGNORE_INDEX, TOKENS
@@ -58,6 +59,7 @@ class GRPO(OnPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require_positive("objective", self, "rewards_by_timeout")
         require_option(bool(self.rewards_by), "objective.rewards_by", self.rewards_by, "must name a function")
         require_option(self.answers > 1, "objective.answers", self.answers, "must be 2 or more, to compare them")
 

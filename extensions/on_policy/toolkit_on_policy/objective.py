@@ -61,10 +61,7 @@ class OnPolicy(Objective):
 
     def prepare(self, launch: Launch) -> PreparedData:
         from toolkit.checkpoints.fingerprint import base_fingerprint
-        from toolkit_on_policy.prompts import PromptRows
 
-        if not isinstance(launch.data.train, PromptRows):
-            raise UserError(f"--objective {type(self).__name__}: learns from prompts; use --data Prompts")
         strategy = launch.config.strategy
         if not (self.gather_weights or strategy.kind == "fsdp"):
             raise UserError(f"--objective.gather_weights false: has no effect with {strategy.kind}; remove it")
