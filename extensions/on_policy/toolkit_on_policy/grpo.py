@@ -12,8 +12,6 @@ import statistics
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from toolkit_align.log_probs import BALANCING, balancing_parts
-
 from toolkit.config.checks import require_positive
 from toolkit.data.base import PreparedData
 from toolkit.errors import UserError, require_option
@@ -93,10 +91,14 @@ class GRPO(OnPolicy):
         return values
 
     def parts(self, module: nn.Module) -> tuple[Part, ...]:
+        from toolkit_align.log_probs import balancing_parts
+
         logged = [Part(name, ANSWERS, 0) for name in self._logged(module)]
         return (Part(LOSS), *balancing_parts(module), *logged) if module.training else tuple(logged)
 
     def sums(self, model: nn.Module, batch: Batch, device: torch.device) -> dict[str, Tensor]:
+        from toolkit_align.log_probs import BALANCING
+
         logged = {name: batch.value(name, device).sum() for name in self._logged(model)}
         if not model.training:
             return logged
