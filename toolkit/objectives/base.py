@@ -51,6 +51,7 @@ class Objective(ABC):
         frozen: This model, as the strategy wraps it; set in the copy of the objective that a run trains with.
         row_kind: What the objective needs a row of instruction data to be.
         rows_per_sample: Rows of a forward pass for each sample of a micro-batch.
+        answers: Micro-batches that :meth:`begin_step` makes of each one in training.
         has_reference: Whether the loss compares with a reference model.
         head: The score layer that the objective trains; None trains a language model.
         higher_is_better: Whether the highest value is the best one, by part or metric, for ``--eval.best_by``.
@@ -69,6 +70,7 @@ class Objective(ABC):
     has_reference: ClassVar[bool] = False
     row_kind: ClassVar[RowKind] = "answers"
     rows_per_sample: ClassVar[int] = 1
+    answers: int = 1
     head: ClassVar[HeadName | None] = None
     higher_is_better: ClassVar[Mapping[str, bool]] = {}
     best_by: ClassVar[str] = LOSS

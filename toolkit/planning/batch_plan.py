@@ -7,16 +7,18 @@ from toolkit.errors import UserError
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """``global_batch_size`` = ``micro_batch_size`` x ``data_parallel`` x ``accumulation``, exactly."""
+    """``global_batch_size`` x ``answers`` = ``micro_batch_size`` x ``data_parallel`` x ``accumulation``, exactly."""
 
     global_batch_size: int
     micro_batch_size: int
     data_parallel: int
     accumulation: int
+    answers: int = 1
 
     def __str__(self) -> str:
+        answers = f" x {self.answers} answers" if self.answers > 1 else ""
         return (
-            f"global batch {self.global_batch_size} = micro batch {self.micro_batch_size} x "
+            f"global batch {self.global_batch_size}{answers} = micro batch {self.micro_batch_size} x "
             f"{self.data_parallel} device{'s' if self.data_parallel > 1 else ''} x {self.accumulation} accumulated"
         )
 
@@ -25,13 +27,19 @@ UNKNOWN_BATCH = BatchPlan(0, 0, 1, 0)
 
 
 def plan_batch(
-    global_batch_size: int, micro_batch_size: int, devices: int = 1, num_nodes: int = 1, model_parallel: int = 1
+    global_batch_size: int,
+    micro_batch_size: int,
+    devices: int = 1,
+    num_nodes: int = 1,
+    model_parallel: int = 1,
+    answers: int = 1,
 ) -> BatchPlan:
     """Divide the global batch into equal micro-batches. ``model_parallel`` ranks read the same rows."""
     world_size = devices * num_nodes // model_parallel
     unit = world_size * micro_batch_size
     if global_batch_size % unit == 0:
-        return BatchPlan(global_batch_size, micro_batch_size, world_size, global_batch_size // unit)
+        accumulation = global_batch_size // unit * answers
+        return BatchPlan(global_batch_size, micro_batch_size, world_size, accumulation, answers)
     below, above = global_batch_size // unit * unit, -(-global_batch_size // unit) * unit
     batches = " or ".join(str(n) for n in (below, above) if n)
     per_rank, rest = divmod(global_batch_size, world_size)

@@ -189,8 +189,9 @@ def resolve(args: RunArgs, devices: DeviceSpec) -> ResolvedConfig:
     )
     micro_batch_size = args.train.micro_batch_size
     assert isinstance(micro_batch_size, int), "resolve_auto chooses it"
+    ranks = args.model_parallel.world_size
     batch = plan_batch(
-        args.train.global_batch_size, micro_batch_size, **sizes, model_parallel=args.model_parallel.world_size
+        args.train.global_batch_size, micro_batch_size, **sizes, model_parallel=ranks, answers=args.objective.answers
     )
     if args.train.fp8 != "none":
         require_fp8(args.train.fp8, devices.device, checks_gpu=devices.has_bf16 is None)

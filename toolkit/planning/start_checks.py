@@ -124,7 +124,8 @@ def _known_batch(args: RunArgs) -> BatchPlan | None:
     if not isinstance(devices, int) or devices < 1 or nodes < 1 or args.preset != "balanced":
         return None
     data_devices(args.model_parallel, devices, nodes)  # checks that the sizes divide the devices
-    return plan_batch(train.global_batch_size, micro, devices, nodes, args.model_parallel.world_size)
+    ranks = args.model_parallel.world_size
+    return plan_batch(train.global_batch_size, micro, devices, nodes, ranks, args.objective.answers)
 
 
 def _check_optimizer_name(name: str) -> None:

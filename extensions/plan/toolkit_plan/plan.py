@@ -115,7 +115,8 @@ class RunPlan:
     @property
     def tokens_per_step(self) -> int:
         """Maximum tokens per optimizer step; rows may be shorter than the longest one."""
-        return self.config.batch.global_batch_size * self.seq_length
+        batch = self.config.batch
+        return batch.global_batch_size * batch.answers * self.seq_length
 
 
 def describe_stages(schedule: str, size: int, n_layer: int, micro_batches: int) -> str:

@@ -68,6 +68,7 @@ def plan_summary(plan: Any, device_memory_gb: float | None, node_memory_gb: floa
         "schedule": None if config.schedule is None else str(config.schedule),
         "optimizer": config.optimizer["name"],
         "global_batch_size": config.batch.global_batch_size,
+        "answers": config.batch.answers,
         "micro_batch_size": config.batch.micro_batch_size,
         "data_parallel": config.batch.data_parallel,
         "compiler": plan.compiler[0],
@@ -140,6 +141,7 @@ def format_plan(summary: Values) -> str:
     counts, memory = summary["parameters"], summary["memory_gb"]
     world = summary["devices"] * summary["num_nodes"]
     sharded = ", their gradients sharded" if summary["accumulate"] == "sharded" else ""
+    answers = f" x {n} answers" if (n := summary["answers"]) > 1 else ""
     where, readers = f"{world} x {summary['device']}", summary["data_parallel"]  # several may read the same rows
     lines = [
         f"Model      {summary['model']}: {counts['total']:,} parameters, {counts['trained']:,} trained, "
@@ -150,7 +152,7 @@ def format_plan(summary: Values) -> str:
         f"Strategy   {summary['strategy']}",
         *([f"Pipeline   {summary['stages']}"] if summary["stages"] else []),
         *([f"FSDP units {summary['units']}"] if summary["units"] else []),
-        f"Batch      {summary['global_batch_size']} = micro batch {summary['micro_batch_size']} x "
+        f"Batch      {summary['global_batch_size']}{answers} = micro batch {summary['micro_batch_size']} x "
         f"{readers} device{'s' if readers > 1 else ''} x {summary['gradient_accumulation_steps']} accumulated{sharded}",
         *([f"           micro batch {reason}"] if (reason := summary["reasons"].get("train.micro_batch_size")) else []),
         *([f"           {scaled}"] if (scaled := summary["lr_scaling"]) else []),
