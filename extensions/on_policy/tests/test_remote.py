@@ -8,9 +8,9 @@ import pytest
 from helpers.compare_runs import curve, require_same
 from helpers.on_policy import GRPO_RUN, run
 from helpers.s3 import BUCKET, serve
-from toolkit_on_policy.rollouts import FOLDER
 
 from toolkit.checkpoints.remote.uploader import Uploader
+from toolkit.checkpoints.store import ROLLOUTS
 from toolkit.training.engine import Engine
 
 WORDS = f"{GRPO_RUN} --eval.interval 0 --eval.final_validation false --train.max_steps 8 --train.save_interval 2"
@@ -35,7 +35,7 @@ def require_resumes_elsewhere(words: str, url: str, monkeypatch) -> None:
 
     def remote() -> dict[str, bytes]:
         fs.invalidate_cache()
-        return {Path(name).name: fs.cat_file(name) for name in fs.find(f"{path}/{FOLDER}")}
+        return {Path(name).name: fs.cat_file(name) for name in fs.find(f"{path}/{ROLLOUTS}")}
 
     stops = Engine._stops_before_step
     with monkeypatch.context() as patched:
@@ -51,11 +51,11 @@ def require_resumes_elsewhere(words: str, url: str, monkeypatch) -> None:
         patched.setattr(Uploader, "upload_outputs", lambda self: None)  # at the end
         assert run(f"{words} --staging_dir one", url) == 130
     assert {"step-00000003.jsonl", "step-00000004.jsonl"} & set(remote())  # uploaded with the checkpoint after step 4
-    local = {file.name: file.read_bytes() for file in Path("local", FOLDER).iterdir()}
+    local = {file.name: file.read_bytes() for file in Path("local", ROLLOUTS).iterdir()}
     assert all(local.get(name, content) == content for name, content in remote().items())
     shutil.rmtree("one")
     assert run(f"{words} --staging_dir two --resume auto", url) == 0
     require_same(Path("local"), Path("two"))
     assert [row["reward"] for row in curve("two")] == [row["reward"] for row in curve("local")]
-    assert remote() == {file.name: file.read_bytes() for file in Path("two", FOLDER).iterdir()}
+    assert remote() == {file.name: file.read_bytes() for file in Path("two", ROLLOUTS).iterdir()}
     assert "step-00000002.jsonl" not in remote() and remote()["step-00000007.jsonl"] == local["step-00000007.jsonl"]

@@ -13,12 +13,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from toolkit.checkpoints.store import newest_first
+from toolkit.checkpoints.store import ROLLOUTS, newest_first
+from toolkit.data.base import Report
 from toolkit.io.atomic import file_error, write_atomic
 from toolkit.io.checksums import crc32_of
 from toolkit.io.safe_parse import parse_json, read_bounded
-
-FOLDER = "rollouts"
 
 
 class Rollout(NamedTuple):
@@ -27,11 +26,11 @@ class Rollout(NamedTuple):
     Args:
         prompt: Index of the prompt.
         key: Position of the prompt in the sample stream.
-        number: Of the answer to this prompt.
+        number: Index of the answer among those to this prompt.
         tokens: Token ids, with the one that ends it.
-        log_probs: Of each token, in nats, as the decoder computed them.
+        log_probs: The decoder's log-probability of each token, in nats.
         has_ended: False if it is cut off.
-        text: Without the end.
+        text: The text of the answer, without the token that ends it.
         rewards: By name; empty without reward functions.
     """
 
@@ -52,7 +51,7 @@ def seed_of(seed: int, key: int, step: int, number: int) -> int:
 
 def path_of(out_dir: Path, step: int) -> Path:
     """Return the file of the answers that the step after ``step`` trains on."""
-    return out_dir / FOLDER / f"step-{step:08d}.jsonl"
+    return out_dir / ROLLOUTS / f"step-{step:08d}.jsonl"
 
 
 def write_rollouts(out_dir: Path, step: int, origin: str, rollouts: Sequence[Rollout]) -> None:
@@ -73,10 +72,14 @@ def write_rollouts(out_dir: Path, step: int, origin: str, rollouts: Sequence[Rol
             file.unlink()
 
 
-def read_rollouts(out_dir: Path, step: int, origin: str) -> list[Rollout] | None:
-    """Return the answers of a step; None if there are none, or of another origin, or the file cannot be read."""
+def read_rollouts(out_dir: Path, step: int, origin: str, report: Report) -> list[Rollout] | None:
+    """Return the answers of a step. If there are none, or damaged ones, or of another origin, return None."""
+    path = path_of(out_dir, step)
+    if not path.exists():
+        return None
     with suppress(OSError, ValueError, TypeError):
-        head, _, body = read_bounded(path_of(out_dir, step), "log").partition(b"\n")
+        head, _, body = read_bounded(path, "log").partition(b"\n")
         if parse_json(head) == {"origin": origin, "crc32": crc32_of(body)}:
             return [Rollout(**parse_json(line)) for line in body.splitlines()]
+    report(f"warning: {path}: is damaged, or of other options; its answers are generated again")
     return None

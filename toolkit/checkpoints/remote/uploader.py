@@ -14,7 +14,7 @@ from toolkit.checkpoints.manifest import manifest_bytes
 from toolkit.checkpoints.remote import checkpoints
 from toolkit.checkpoints.remote.checkpoints import METRICS
 from toolkit.checkpoints.remote.lease import Lease
-from toolkit.checkpoints.store import FINAL, PARTS, checkpoint_folders, file_names, step_in_name
+from toolkit.checkpoints.store import FINAL, PARTS, ROLLOUTS, checkpoint_folders, file_names
 from toolkit.errors import one_line
 from toolkit.io.atomic import link_or_copy
 from toolkit.io.storage import Storage, StorageError
@@ -160,14 +160,13 @@ class Uploader:
     def _before_complete(self) -> None:
         """Upload changed files, so that metrics.csv has all rows up to the checkpoint being uploaded.
 
-        In folders with files step-N, such as answers, delete what the run has deleted.
+        Of :data:`ROLLOUTS`, delete what the run has deleted.
         """
         outputs = self._outputs(self.out_dir)
-        for folder in {path.parent for path in outputs if step_in_name(path.stem) is not None}:
-            prefix = folder.relative_to(self.out_dir).as_posix()
-            for name in self.storage.files(prefix):
-                if not (folder / name).exists():
-                    self.storage.delete(f"{prefix}/{name}")
+        rollouts = self.out_dir / ROLLOUTS
+        for name in self.storage.files(ROLLOUTS) if rollouts.is_dir() else ():
+            if not (rollouts / name).exists():
+                self.storage.delete(f"{ROLLOUTS}/{name}")
         for path in outputs:
             try:
                 if path.stat().st_size <= _MAX_LIVE_LOG_BYTES or path == self.out_dir / METRICS:
