@@ -82,7 +82,6 @@ def objective_fingerprint(args: RunArgs) -> dict[str, Any]:
     ):
         if folder is not None:
             entry["init_args"][option] = model_fingerprint(folder)
-    entry.get("init_args", {}).pop("gather_weights", None)  # as options of FSDP, it may change
     return entry
 
 

@@ -20,7 +20,7 @@ from toolkit.inference.sampling import GREEDY
 BATCH_SIZE = 16
 """Prompts, or answers, per forward pass. The same on any number of ranks, so that rounding is the same."""
 SAMPLED_ROWS, CACHE_BYTES = 64, 4 << 30
-"""Answers that are sampled in a forward pass, and the most bytes of their KV cache. Also the same on any machine."""
+"""The most answers that are sampled in a forward pass, and the most bytes of their KV cache."""
 T = TypeVar("T")
 U = TypeVar("U")
 _GRAPH_SHARE = 0.25  # of a device's memory that must be free for a CUDA graph
@@ -81,11 +81,12 @@ class Answerer(NamedTuple):
 
         if not prompts:
             return []
-        # batches of prompts of similar lengths, of equal sizes
+        # equally many batches on each rank, of equal sizes, of prompts of similar lengths
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
         row_bytes = self.model.make_cache(1, len(prompts[order[-1]]) + options["max_new_tokens"]).nbytes
         rows = sampled_rows(row_bytes) if self.model.is_row_independent else 1
-        size = math.ceil(len(prompts) / math.ceil(len(prompts) / rows))
+        n_ranks = ranks.world_size() if self.is_divided else 1
+        size = math.ceil(len(prompts) / (n_ranks * math.ceil(len(prompts) / (n_ranks * rows))))
         pairs = [(torch.tensor(prompts[i]), seeds[i]) for i in order]
         answers = dict(zip(order, self._map(pairs, size, sample), strict=True))
         return [answers[i] for i in range(len(prompts))]

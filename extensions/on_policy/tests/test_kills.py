@@ -94,7 +94,7 @@ def test_answers_of_other_weights_are_not_used(folder, corpus, kill_at, old, new
     finish(start(folder, words, "killed", KILL_AT=kill_at))
     assert path_of(Path("killed"), int(kill_at)).exists()
     assert generated(folder, words.replace(old, new, 1), "killed") > 0
-    assert max(row["difference_largest"] for row in curve("killed")) < 1e-5
+    assert max(row["logprob_difference_largest"] for row in curve("killed")) < 1e-5
 
 
 @pytest.mark.slow

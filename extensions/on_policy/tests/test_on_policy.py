@@ -35,7 +35,7 @@ def test_advantages_are_relative_to_the_prompt():
 def test_a_run_trains_on_its_answers_and_the_decoder_computes_as_the_trainer(folder, command):
     assert run(f"{GRPO_RUN} --eval.interval 3", "out", command) == 0
     rows = curve("out")
-    assert all(0 <= row["difference_median"] <= row["difference_largest"] < 1e-5 for row in rows)
+    assert all(0 <= row["logprob_difference_median"] <= row["logprob_difference_largest"] < 1e-5 for row in rows)
     assert rows[-1]["val_reward"] >= 0 and math.isnan(rows[-1]["val_loss"])
     answers = rollouts_of("out", 2)
     assert len(answers) == 16 and len({(a["prompt"], a["number"]) for a in answers}) == 16
@@ -56,6 +56,12 @@ def test_a_prompt_that_a_step_has_twice_gets_other_answers(folder):
         assert len(groups) == 4 and all(groups.count(group) == 1 for group in groups)
 
 
+def test_the_temperature_divides_unrounded_logits(folder):
+    words = f"{GRPO_RUN} --eval.interval 0 --precision bf16-true --objective.temperature 0.7"
+    assert run(words, "out", "finetune_lora") == 0
+    assert all(row["logprob_difference_median"] < 1e-4 for row in curve("out"))
+
+
 @pytest.mark.parametrize("fault", ["temperature", "position", "end"])
 def test_a_wrong_decoder_is_seen(folder, fault, monkeypatch):
     """What the trainer computes differs then from what the decoder says."""
@@ -71,24 +77,30 @@ def test_a_wrong_decoder_is_seen(folder, fault, monkeypatch):
         rolled = lambda self: [(tokens, [*probs[1:], probs[0]]) for tokens, probs in recorded(self)]  # noqa: E731
         monkeypatch.setattr(decode.Decoder, "recorded", rolled)
     assert run(f"{GRPO_RUN} --eval.interval 0", "out") == 0
-    assert min(row["difference_largest"] for row in curve("out")) > 1e-3
+    assert min(row["logprob_difference_largest"] for row in curve("out")) > 1e-3
 
 
 def test_files_are_checked(tmp_path):
+    lines: list[str] = []
+
+    def read(step=7, origin="key"):
+        return read_rollouts(tmp_path, step, origin, lines.append)
+
     rollouts = [Rollout(1, 2, 3, [4, 5], [-0.1, -1e-9], True, "a", {"r": 0.5})]
     write_rollouts(tmp_path, 7, "key", rollouts)
-    assert read_rollouts(tmp_path, 7, "key") == rollouts
-    assert read_rollouts(tmp_path, 7, "other") is None and read_rollouts(tmp_path, 8, "key") is None
+    assert read() == rollouts and read(8) is None and not lines
+    assert read(origin="other") is None
     path = path_of(tmp_path, 7)
     path.rename(copy := tmp_path / "copy")
     path.symlink_to(copy)
-    assert read_rollouts(tmp_path, 7, "key") is None  # links are not followed
+    assert read() is None  # links are not followed
     path.unlink()
     path.mkdir()
-    assert read_rollouts(tmp_path, 7, "key") is None
+    assert read() is None
     path.rmdir()
     path.write_bytes(copy.read_bytes().replace(b"-0.1", b"-0.2"))
-    assert read_rollouts(tmp_path, 7, "key") is None
+    assert read() is None
+    assert len(lines) == 4 and all(f"{path}: is damaged, or of other options" in line for line in lines)
 
 
 def test_equal_rewards_change_nothing_but_the_decay(folder):
@@ -111,7 +123,7 @@ def test_experts_are_balanced(folder, corpus):
         router_aux_loss_coef=0.1,
     )
     assert run(f"{GRPO_RUN.replace('base', 'experts', 1)} --eval.interval 3", "out") == 0
-    assert all(row["balancing_loss"] > 0 and row["difference_largest"] < 1e-5 for row in curve("out"))
+    assert all(row["balancing_loss"] > 0 and row["logprob_difference_largest"] < 1e-5 for row in curve("out"))
 
 
 def test_distillation_on_answers_of_the_student(folder, corpus):

@@ -8,13 +8,14 @@ from types import SimpleNamespace
 import pytest
 from helpers.compare_runs import curve
 from helpers.on_policy import GRPO_RUN, rollouts_of, run
+from toolkit_metric.answerer import Answerer
 from toolkit_on_policy.grpo import GRPO
 
 from toolkit.cli import main
 from toolkit.models.families import get_config
 from toolkit.training.checkpoint_meta import objective_fingerprint
 
-MANY = f"{GRPO_RUN} --eval.interval 3".replace("answers 4", "answers 40")  # three batches
+MANY = f"{GRPO_RUN} --eval.interval 3".replace("answers 4", "answers 40")  # several batches
 LOCKSTEP = "--objective.gather_weights false"
 
 
@@ -34,11 +35,25 @@ def test_gathered_weights_give_the_answers_and_the_curve_of_lockstep_and_of_one_
             assert a["log_probs"] == pytest.approx(b["log_probs"], abs=1e-6)
     for a, b in zip(rollouts_of("gathered", 0), rollouts_of("one", 0), strict=True):
         assert a["tokens"] == b["tokens"]
-        assert a["log_probs"] == b["log_probs"]
+        assert a["log_probs"] == pytest.approx(b["log_probs"], abs=1e-6)  # in batches of other sizes
     for a, b in zip(curve("gathered"), curve("lockstep"), strict=True):
         for name in ("loss", "grad_norm", "reward", "val_reward"):
             assert a.get(name, 0) == pytest.approx(b.get(name, 0), rel=1e-6, abs=1e-7, nan_ok=True), (name, a, b)
-    assert all(row["difference_largest"] < 1e-5 for row in curve("gathered"))
+    assert all(row["logprob_difference_largest"] < 1e-5 for row in curve("gathered"))
+
+
+def test_no_rank_is_idle(monkeypatch):
+    class Divided(Answerer):
+        def _map(self, items, size, compute):
+            sizes.append(size)
+            return items
+
+    model = SimpleNamespace(is_row_independent=True, make_cache=lambda *_: SimpleNamespace(nbytes=1))
+    sizes: list[int] = []
+    for n_ranks, n in ((1, 160), (2, 16), (8, 128), (8, 1000), (8, 3)):
+        monkeypatch.setattr("toolkit.distributed.ranks.world_size", lambda n_ranks=n_ranks: n_ranks)
+        Divided(model, "cpu", is_divided=True).sample([[1]] * n, range(n), [], max_new_tokens=1)
+    assert sizes == [54, 8, 16, 63, 1]
 
 
 def test_a_resumed_run_may_gather_otherwise():
@@ -73,6 +88,6 @@ def test_the_plan_counts_gathered_weights_and_kv_cache_or_the_step(folder, capsy
     step, _ = plan()
     assert step["total"] > rollout["total"] and step["gathered_weights"] == rollout["gathered_weights"]
     lockstep, _ = plan(*full, *LOCKSTEP.split())
-    assert lockstep["total"] < rollout["total"] - 1 and lockstep["gathered_weights"] == 0
+    assert lockstep["total"] < rollout["total"] - 0.5 and lockstep["gathered_weights"] == 0
     _, advice = plan(*full, "--device_memory_gb", "7")
     assert LOCKSTEP in advice, advice

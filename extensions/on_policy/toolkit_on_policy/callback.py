@@ -18,7 +18,12 @@ class RolloutMetrics(Callback):
     after a validation some of its answers.
     """
 
-    columns = ("rollout_tokens_per_sec", "update_tokens_per_sec", "difference_median", "difference_largest")
+    columns = (
+        "rollout_tokens_per_sec",
+        "update_tokens_per_sec",
+        "logprob_difference_median",
+        "logprob_difference_largest",
+    )
 
     def __init__(self) -> None:
         self._n_idle = 0
@@ -42,7 +47,7 @@ class RolloutMetrics(Callback):
         values = [value for part in objective.differences for value in part.tolist()]
         objective.differences = []
         if values := [value for part in ranks.all_gather_object(values) for value in part]:
-            metrics["difference_median"], metrics["difference_largest"] = median(values), max(values)
+            metrics["logprob_difference_median"], metrics["logprob_difference_largest"] = median(values), max(values)
 
     def on_validation_end(self, trainer: Run, metrics: Metrics) -> None:
         objective: Any = trainer.objective

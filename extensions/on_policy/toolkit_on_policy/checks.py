@@ -16,13 +16,11 @@ def check(args: Any) -> None:
         raise UserError(f"--data {type(args.data).__name__}: is not supported with {name}; {hint}")
     if not is_on_policy:
         return
-    for option in ("tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size"):
-        if (size := getattr(args, option)) > 1:
-            raise UserError(f"--{option} {size}: is not supported with {name}, which generates answers; use 1")
-    noise = {"lora_dropout": args.lora and args.lora.dropout, "train.neftune_alpha": args.train.neftune_alpha}
-    for option, value in noise.items():
-        if value and isinstance(args.objective, GRPO):
-            raise UserError(f"--{option} {value}: is not supported with {name}, which samples without it; remove it")
+    if (size := args.tensor_parallel_size) > 1:
+        raise UserError(f"--tensor_parallel_size {size}: is not supported with {name}, which generates answers; use 1")
+    if args.lora and args.lora.dropout and isinstance(args.objective, GRPO):
+        hint = f"is not supported with {name}, which samples without dropout; use 0"
+        raise UserError(f"--lora_dropout {args.lora.dropout}: {hint}")
     if not args.is_finetune:
         raise UserError(f"{name}: is not supported with pretrain; use finetune_full or finetune_lora")
 

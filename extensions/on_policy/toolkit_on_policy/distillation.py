@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from toolkit_align.distillation import DIVERGENCE, Distillation
+from toolkit_align.distillation import Distillation
 
 from toolkit.errors import require_option
 from toolkit.models.labels import TOKENS
-from toolkit.objectives.base import LOSS, Part
+from toolkit.objectives.base import Part
 from toolkit_on_policy.objective import ANSWERS, LOGGED, OnPolicy
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class OnPolicyDistillation(OnPolicy, Distillation):
     data_share: float = 0.0  # type: ignore[misc]
 
     normalizers = (TOKENS, ANSWERS)
-    higher_is_better = {DIVERGENCE: False}
+    higher_is_better = Distillation.higher_is_better
 
     def __post_init__(self) -> None:
         OnPolicy.__post_init__(self)
@@ -42,8 +42,7 @@ class OnPolicyDistillation(OnPolicy, Distillation):
         require_option(0 <= self.data_share < 1, "objective.data_share", self.data_share, hint)
 
     def parts(self, module: nn.Module) -> tuple[Part, ...]:
-        logged = (Part(name, ANSWERS, 0) for name in LOGGED)
-        return (Part(LOSS), Part(DIVERGENCE, weight=0), *logged)
+        return (*Distillation.parts(self, module), *(Part(name, ANSWERS, 0) for name in LOGGED))
 
     def sums(self, model: nn.Module, batch: Batch, device: torch.device) -> dict[str, Tensor]:
         logged = {name: batch.value(name, device).sum() for name in LOGGED}

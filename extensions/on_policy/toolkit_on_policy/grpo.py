@@ -121,19 +121,25 @@ class GRPO(OnPolicy):
 
         At the temperature, and over the tokenizer's vocabulary: the padding of the head is never sampled.
         """
+        from toolkit.models.cross_entropy import cross_entropy_
         from toolkit.models.loss import head_loss
         from toolkit.objectives.inputs import run_with_head
 
+        def at_temperature(logits: Tensor, targets: Tensor, ignored: Tensor, bias: Any, *rest: Any) -> Any:
+            logits = (logits if bias is None else logits.add_(bias)).div_(self.temperature)  # in fp32
+            losses, gradient = cross_entropy_(logits, targets, ignored, None, *rest)
+            return losses, None if gradient is None else gradient.div_(self.temperature)
+
         def head(gpt: Any, x: Tensor, labels: Tensor) -> Tensor:
             head, size = gpt.lm_head, gpt.config.vocab_size
-            x, bias, low_rank = gpt.head_input(x) / self.temperature, head.bias, None
+            x, low_rank = gpt.head_input(x), None
             if not head.adapters_off:
                 hidden, b = head.low_rank(x, x.dtype)
                 low_rank = hidden, b[:size]
-            bias = None if bias is None else bias[:size] / self.temperature
+            bias = None if head.bias is None else head.bias[:size]
             softcap = gpt.config.final_logit_softcapping
             softcap = None if softcap is None else softcap / self.temperature
-            values = head_loss(x, head.weight[:size], bias, labels, low_rank, softcap=softcap, log_probs=True)
+            values = head_loss(x, head.weight[:size], bias, labels, low_rank, softcap, at_temperature, log_probs=True)
             return values.clone()  # FSDP warns of views
 
         return run_with_head(model, batch, device, head)

@@ -80,7 +80,7 @@ class OnPolicy(Objective):
         datasets: Any = launch.data.train, launch.data.val
         for rows in datasets:
             for prompt in rows.prompts:
-                answer = prompt.answer if self.data_share else ["any"]
+                answer = prompt.answer if self.data_share and rows is launch.data.train else ["any"]
                 if not answer:
                     raise UserError(f"--objective.data_share {self.data_share}: {prompt.where}: has no answer; add one")
                 if (n := len(prompt.ids) + max(self.max_new_tokens, len(answer))) > limit + 1:
@@ -99,8 +99,8 @@ class OnPolicy(Objective):
         advantages = self.advantages(rollouts, n)
         by_prompt: dict[tuple[int, int], list[Row]] = {}
         for rollout, advantage in zip(rollouts, advantages, strict=True):
-            row = self._row(rollout, advantage, model.training)
-            by_prompt.setdefault((rollout.prompt, rollout.key), []).append(row)
+            if (pair := (rollout.prompt, rollout.key)) in own:
+                by_prompt.setdefault(pair, []).append(self._row(rollout, advantage, model.training))
         return self._batches(own, by_prompt, n)
 
     def advantages(self, rollouts: list[Rollout], n: int) -> list[float | None]:
@@ -118,19 +118,24 @@ class OnPolicy(Objective):
         from toolkit.training.callbacks.samples import generating
         from toolkit_on_policy.rollouts import Rollout, read_rollouts, seed_of, write_rollouts
 
+        if not prompts:  # after a read error
+            return []
         launch, step, is_training = self._launch, self._launch.progress.step, model.training
+        report = launch.display.message
         rows: Any = launch.data.train if is_training else launch.data.val
         tokenizer: Any = launch.data.tokenizer
         seed = launch.args.seed
         origin = hash_inputs([self._origin, step, prompts])
-        if is_training and (stored := ranks.result_of_rank0(lambda: read_rollouts(launch.out_dir, step, origin))):
+        place = launch.out_dir, step, origin
+        if is_training and (stored := ranks.result_of_rank0(lambda: read_rollouts(*place, report))):
             return stored
         items = [(prompt, key, number) for prompt, key in prompts for number in range(n)]
         limit = self.data_share * 2**56 if is_training else 0
         asked = [item for item in items if seed_of(seed + 1, item[1], step, item[2]) >= limit]  # others: from the data
         start = time.perf_counter()
         launch.display.phase("generating answers")
-        with generating(model), launch.fabric.autocast():
+        timeout = ranks.extended_timeout(launch.timeouts.first, ranks.timeout())  # some ranks may have no answers
+        with generating(model), launch.fabric.autocast(), timeout:
             sampled = answerer_of(launch, model, self.gather_weights).sample(
                 [rows.prompts[prompt].ids for prompt, _, _ in asked],
                 [seed_of(seed, key, step, number) for _, key, number in asked],
@@ -150,12 +155,12 @@ class OnPolicy(Objective):
             rollouts.append(Rollout(*item, tokens, log_probs, has_ended, text, {}))
         launch.display.phase("scoring answers")
         pairs = [rows.prompts[rollout.prompt] for rollout in rollouts], [rollout.text for rollout in rollouts]
-        reporter = ranks.WaitReporter("score answers", launch.display.message)
+        reporter = ranks.WaitReporter("score answers", report)
         score = lambda: self.scores.score(*pairs) if self.scores else [{}] * len(rollouts)  # noqa: E731
         rewards = ranks.result_of_rank0(score, reporter)
         rollouts = [rollout._replace(rewards=values) for rollout, values in zip(rollouts, rewards, strict=True)]
         if is_training:
-            ranks.result_of_rank0(lambda: write_rollouts(launch.out_dir, step, origin, rollouts))
+            ranks.result_of_rank0(lambda: write_rollouts(*place, rollouts))
         else:
             self.samples = rollouts[:N_SAMPLES]
         return rollouts

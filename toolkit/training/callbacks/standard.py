@@ -85,8 +85,9 @@ def build_callbacks(
     }  # fmt: skip
     of_data = [f"val_loss_{name}" for name in launch.data.val_sources]
     module = original_module(model)
-    parts = {part.name: part.weight for part in checked_parts(objective, module) if part.name != LOSS}
-    names_of_parts = [*parts, *objective.metric_names(module)]
+    of_validation = [part.name for part in checked_parts(objective, module.eval()) if part.name != LOSS]
+    parts = {part.name: part.weight for part in checked_parts(objective, module.train()) if part.name != LOSS}
+    names_of_parts = [*of_validation, *objective.metric_names(module)]
     of_parts = [f"{VAL}{name}" for name in names_of_parts]
     launch.display.metric_names = metric_names(
         [*columns, *(name for name in of_parts if not parts.get(name.removeprefix(VAL)))]
