@@ -27,7 +27,7 @@ BUDGET = {
     "serve": 9_300,
     "report": 10_300,
     "foreign": 3_800,
-    "metric": 13_050,
+    "metric": 13_150,
     "interop": 13_500,
     "align": 11_400,
     "plan": 28_400,

@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable
 from itertools import islice
 from threading import Thread
@@ -41,9 +42,17 @@ def serve() -> None:
                 response = {"values": check_values(function(*request, *more), len(request[0]))}
         except BaseException as error:  # a user's function can raise anything, SystemExit too
             reason, name = one_line(error)[:500], type(error).__name__
-            response = {"error": reason if isinstance(error, UserError) else f"{name}: {reason}" if reason else name}
+            text = reason if isinstance(error, UserError) else f"{name}: {reason}" if reason else name
+            response = {"error": text + _line_of(error, function)}
         sys.stdout.flush()
         print(json.dumps(response), file=output, flush=True)
+
+
+def _line_of(error: BaseException, function: Any) -> str:
+    """Return the line of the function's file that raised an error; "" outside of it."""
+    file = getattr(getattr(function, "__code__", None), "co_filename", None)
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f" ({os.path.basename(file)} line {lines[-1]})" if file and lines else ""
 
 
 def _end_with_parent(parent: int) -> None:

@@ -15,14 +15,14 @@ from toolkit.models.labels import IGNORE_INDEX
 SCORED = "--objective GRPO --objective.rewards_by scores:"
 SHARE = "--objective OnPolicyDistillation --objective.teacher_dir base --objective.data_share 0.5"
 REFUSED = {
-    "--objective GRPO": "--objective.rewards_by : must name a function",
+    "--objective GRPO": "--objective.rewards_by: must be given, such as MODULE:FUNCTION",
     "--objective GRPO --objective.rewards_by nothing": "--objective.rewards_by nothing: no such metric",
     "--objective GRPO --objective.rewards_by choice": "--objective.rewards_by choice: compares choices",
     "--objective GRPO --objective.rewards_by reward:gone": "--objective.rewards_by reward:gone: checkpoint_dir gone",
     "--objective GRPO --objective.rewards_by exact_match --data.json_path open.jsonl": "line 2: has no answer to",
     f"{SCORED}length,scores:equal": "--objective.rewards_by scores:equal: letters is also another number; rename it",
     f"{SCORED}missing": "--objective.rewards_by scores:missing: ",
-    f"{SCORED}raises": "--objective.rewards_by scores:raises: KeyError",
+    f"{SCORED}raises": "--objective.rewards_by scores:raises: KeyError: 'no such field' (scores.py line 20)",
     f"{SCORED}nan": "--objective.rewards_by scores:nan: letters is nan; return finite numbers",
     f"{SCORED}short": "--objective.rewards_by scores:short: ",
     f"{SCORED}one": "--objective.rewards_by scores:one: letters is one number; return a list with one for each answer",

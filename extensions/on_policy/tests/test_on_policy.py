@@ -103,12 +103,13 @@ def test_files_are_checked(tmp_path):
     assert len(lines) == 4 and all(f"{path}: is damaged, or of other options" in line for line in lines)
 
 
-def test_equal_rewards_change_nothing_but_the_decay(folder):
+def test_equal_rewards_change_nothing_but_the_decay(folder, capsys):
     words = f"{GRPO_RUN} --eval.interval 0 --optimizer.weight_decay 0".replace("scores:length", "scores:equal")
     assert run(words, "out") == 0
     first, last = load_weights(Path("base")), load_weights(Path("out/final"))
     assert all(torch.equal(first[name], last[name]) for name in first)
     assert all(row["dropped"] == 1 and row["loss"] == 0 for row in curve("out"))
+    assert "warning: the last 3 steps trained on no answer" in capsys.readouterr().out
 
 
 def test_experts_are_balanced(folder, corpus):

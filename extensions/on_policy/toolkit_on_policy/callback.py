@@ -26,13 +26,15 @@ class RolloutMetrics(Callback):
     )
 
     def __init__(self) -> None:
-        self._n_idle = 0
+        self._n_steps = self._n_idle = 0
 
     def on_step_end(self, trainer: Run, metrics: Metrics) -> None:
+        self._n_steps += 1
         self._n_idle = self._n_idle + 1 if metrics.get("dropped") == 1 else 0
-        if self._n_idle == IDLE_STEPS:
+        is_last = trainer.progress.step == trainer.display.total_steps
+        if self._n_idle == IDLE_STEPS or (is_last and self._n_idle == self._n_steps < IDLE_STEPS):
             trainer.display.message(
-                f"warning: the last {IDLE_STEPS} steps trained on no answer: the answers to each prompt had equal "
+                f"warning: the last {self._n_idle} steps trained on no answer: the answers to each prompt had equal "
                 f"rewards, or were cut off ({metrics['truncated']:.0%} in this step); use other rewards or prompts, or "
                 "raise --objective.answers or --objective.max_new_tokens"
             )

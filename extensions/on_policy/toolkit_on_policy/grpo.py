@@ -58,7 +58,8 @@ class GRPO(OnPolicy):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_positive("objective", self, "rewards_by_timeout")
-        require_option(bool(self.rewards_by), "objective.rewards_by", self.rewards_by, "must name a function")
+        if not self.rewards_by:
+            raise UserError("--objective.rewards_by: must be given, such as MODULE:FUNCTION")
         require_option(self.answers > 1, "objective.answers", self.answers, "must be 2 or more, to compare them")
 
     def prepare(self, launch: Launch) -> PreparedData:

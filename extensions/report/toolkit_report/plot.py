@@ -67,7 +67,8 @@ def _draw(title: str, ylabel: str, loss: dict[str, Points], val_loss: dict[str, 
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     limit = max(tokens + val_tokens) * 1.015
     axes: Any = figure.add_subplot(xlabel="tokens", ylabel=ylabel, xlim=(0, limit))
-    low, high = loss_limits(losses, [loss for t, loss in zip(val_tokens, val_losses, strict=True) if t > 0])
+    rises = ylabel == "reward"  # from the first validation, which is far above the others if it is a loss
+    low, high = loss_limits(losses, [loss for t, loss in zip(val_tokens, val_losses, strict=True) if t > 0 or rises])
     start = f", from {losses[0]:.2f}" if losses[0] > high else ""
     light, dark = {"color": "#b3c7e0", "linewidth": 0.9}, {"color": "#1f5fa8", "linewidth": 2.2}
     if len(losses) <= 100:  # the smoothed line would hide it
@@ -83,7 +84,7 @@ def _draw(title: str, ylabel: str, loss: dict[str, Points], val_loss: dict[str, 
     ticks.ENG_PREFIXES = EngFormatter.ENG_PREFIXES | {9: "B"}
     axes.xaxis.set_major_formatter(ticks)
     axes.grid(color="#e3e7ec", linewidth=0.8)
-    axes.legend(frameon=False, loc="upper right")
+    axes.legend(frameon=False, loc="lower right" if rises else "upper right")
     axes.set_title(title, fontsize=10, loc="left", pad=10)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
