@@ -97,10 +97,10 @@ class OnPolicy(Objective):
         prompts = sorted({pair for pairs in ranks.all_gather_object(own) for pair in pairs if pair[0] >= 0})
         rollouts = self._rollouts(model, prompts, n)
         advantages = self.advantages(rollouts, n)
-        by_prompt: dict[tuple[int, int], list[Row]] = {}
+        by_prompt: dict[tuple[int, int], list[Row]] = {pair: [] for pair in own}
         for rollout, advantage in zip(rollouts, advantages, strict=True):
-            if (pair := (rollout.prompt, rollout.key)) in own:
-                by_prompt.setdefault(pair, []).append(self._row(rollout, advantage, model.training))
+            if (pair := (rollout.prompt, rollout.key)) in by_prompt:
+                by_prompt[pair].append(self._row(rollout, advantage, model.training))
         return self._batches(own, by_prompt, n)
 
     def advantages(self, rollouts: list[Rollout], n: int) -> list[float | None]:
@@ -194,7 +194,7 @@ class OnPolicy(Objective):
 
         config, device = self._launch.config, self._launch.fabric.device
         padding = choose_padding(device.type, True, config.max_seq_length)
-        listed = [(pair, row) for pair in own for row in rows.get(pair, [None] * n)]
+        listed = [(pair, row) for pair in own for row in rows[pair] or [None] * n]
         size, batches = config.batch.micro_batch_size, []
         for part in (listed[i : i + size] for i in range(0, len(listed), size)):
             ids, keys = ([pair[i] for pair, _ in part] for i in range(2))
