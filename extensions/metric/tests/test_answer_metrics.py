@@ -210,7 +210,7 @@ def test_s6_ranks_divide_the_prompts_and_agree_with_one(flags, tmp_path, request
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("fails_later", "ValueError: too many rows"),
+        ("fails_later", "ValueError: too many rows (my_metrics.py line 15)"),
         ("sleeps_later", "took longer than 5 s (--eval.metric_timeout)"),
         ("is_killed_later", "its process was killed by SIGKILL"),
     ],
