@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -188,7 +189,7 @@ class OnPolicy(Objective):
             "values": {name: float(value) for name, value in values.items()},
         }  # fmt: skip
 
-    def _batches(self, own: list[tuple[int, int]], rows: dict[tuple[int, int], list[Row]], n: int) -> list[Batch]:
+    def _batches(self, own: list[tuple[int, int]], rows: Mapping[Any, Sequence[Row | None]], n: int) -> list[Batch]:
         """Return this rank's micro-batches: the rows of its prompts, in which -1 is a filler."""
         from toolkit.data.batch import choose_padding, collate
 
