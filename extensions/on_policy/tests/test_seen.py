@@ -5,8 +5,12 @@ from pathlib import Path
 import pytest
 from helpers.compare_runs import rows_of
 from helpers.on_policy import GRPO_RUN, RUN, run
+from toolkit_metric.prompts import prompt_template, read_prompts
+from toolkit_on_policy.prompts import Prompts
 
 from toolkit.cli import main
+from toolkit.data import JSON
+from toolkit.data.tokenizer import Tokenizer
 
 TWO = """
 import time
@@ -106,6 +110,19 @@ def test_distillation_shows_its_answers_without_rewards(folder, corpus, capsys):
     row = rows_of(Path("out"))[-1]
     assert float(row["val_loss"]) == float(row["val_divergence"]) and math.isfinite(float(row["val_loss"]))
     assert "perplexity" not in printed and not row["val_bpb"]
+
+
+def test_the_rows_that_json_holds_out_are_held_out(folder):
+    """A model that was trained on the others with --data JSON has not seen them."""
+    tokenizer, options = Tokenizer.load(Path("base")), {"json_path": "prompts.jsonl"}
+    for fraction in (None, 0.01, 0.25, 0.99):
+        data = JSON(**options, prompt_style="plain", val_split_fraction=fraction, cache_dir="cache")
+        val = data.prepare(tokenizer=tokenizer, max_seq_length=64).val
+        template = prompt_template(tokenizer)
+        expected = [prompt.where for prompt in read_prompts(data, val, None, template, None, False)]
+        prepared = Prompts(**options, val_split_fraction=fraction).prepare(tokenizer=tokenizer, max_seq_length=64)
+        assert expected and [prompt.where for prompt in prepared.val.prompts] == expected
+        assert len(prepared.train) + len(prepared.val) == 16
 
 
 def test_prompts_are_inspected_and_answered_by_evaluate(folder, capsys):

@@ -46,8 +46,8 @@ class Prompts(DataModule):
 
     Args:
         json_path: A .json, .jsonl, .csv or .parquet file, or a folder with a file per split, as in --data JSON.
-        val_split_fraction: Fraction of prompts held out for validation; 0 for none. Default 0.05, unless there is a
-            validation file.
+        val_split_fraction: Fraction of prompts held out for validation, the rows that --data JSON holds out; 0 for
+            none. Default 0.05, unless there is a validation file.
         columns: Column name mapping, such as '{"prompt": "question", "completion": "reply"}'.
     """
 
@@ -64,13 +64,13 @@ class Prompts(DataModule):
         from toolkit_metric.prompts import make_prompt, prompt_template
 
         from toolkit.data.cache import hash_inputs
-        from toolkit.data.order import shuffled_index
         from toolkit.data.sft.datasets import find_file_splits
+        from toolkit.data.sft.prepare_sft import held_out_samples
         from toolkit.data.sft.readers import describe_row
 
         if tokenizer is None:
             raise UserError("--data Prompts: needs the tokenizer of the model; specify --tokenizer_dir")
-        template, (flag, splits) = prompt_template(tokenizer), find_file_splits(self, "json_path")
+        template, (_, splits) = prompt_template(tokenizer), find_file_splits(self, "json_path")
         train, val = (
             [
                 make_prompt(row, describe_row(source, number), self.columns, template)
@@ -79,12 +79,10 @@ class Prompts(DataModule):
             ]
             for sources in (splits.train, splits.val)
         )
-        n = round(len(train) * held_out_fraction(self.val_split_fraction, splits.val))
-        held_out = {int(shuffled_index(i, len(train), 0)) for i in range(n)}
+        fraction = held_out_fraction(self.val_split_fraction, splits.val)
+        held_out = {*held_out_samples(len(train), fraction).tolist()}  # those of --data JSON
         val += [train[i] for i in sorted(held_out)]
         train = [prompt for i, prompt in enumerate(train) if i not in held_out]
-        if not train:
-            raise UserError(f"{flag}: no prompt is left to train on; lower --data.val_split_fraction")
         key = hash_inputs([[[prompt.ids, prompt.row] for prompt in prompts] for prompts in (train, val)])
         summary = f"{len(train):,} prompts to train on, {len(val):,} held out"
         report(f"Data: {summary}")

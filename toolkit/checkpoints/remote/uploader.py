@@ -162,12 +162,11 @@ class Uploader:
 
         Of :data:`ROLLOUTS`, delete what the run has deleted.
         """
-        outputs = self._outputs(self.out_dir)
         rollouts = self.out_dir / ROLLOUTS
         for name in self.storage.files(ROLLOUTS) if rollouts.is_dir() else ():
             if not (rollouts / name).exists():
                 self.storage.delete(f"{ROLLOUTS}/{name}")
-        for path in outputs:
+        for path in self._outputs(self.out_dir):
             try:
                 if path.stat().st_size <= _MAX_LIVE_LOG_BYTES or path == self.out_dir / METRICS:
                     self._upload_log(path)

@@ -300,11 +300,14 @@ def _hold_out(indices: np.ndarray, samples: Arrays, fraction: float) -> tuple[np
     """Split samples into train and val at random with a fixed seed. All pieces of a sample go to one split."""
     origins = samples["sources"][indices] << 40 | samples["numbers"][indices]
     unique, sample = np.unique(origins, return_inverse=True)  # numbers the samples, in order
-    n = len(unique)
-    n_val = min(max(1, round(n * fraction)), n - 1) if fraction and n else 0
-    selected = shuffled_index(np.arange(n_val), n, _VAL_SEED) if n_val else np.empty(0, np.int64)
-    held_out = np.isin(sample, selected)
+    held_out = np.isin(sample, held_out_samples(len(unique), fraction))
     return indices[~held_out], indices[held_out]
+
+
+def held_out_samples(n: int, fraction: float) -> np.ndarray:
+    """Return which of ``n`` samples are held out, int64. At least one is, and one is left to train on."""
+    n_val = min(max(1, round(n * fraction)), n - 1) if fraction and n else 0
+    return shuffled_index(np.arange(n_val), n, _VAL_SEED) if n_val else np.empty(0, np.int64)
 
 
 def _group_rows(config: SFTConfig, samples: np.ndarray, lengths: np.ndarray) -> Rows:
