@@ -17,10 +17,7 @@ from toolkit.models.config_checks import (
     PER_LAYER,
     HeadName,
     ProblemType,
-    check_experts,
-    check_head,
-    check_latent_attention,
-    check_linear_attention,
+    check_combinations,
     check_values,
     rope_kind,
     yarn_mscale,
@@ -214,11 +211,6 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_values(vars(self), _HINTS)
-        qat = self.qat if isinstance(self.qat, dict) else {}
-        is_valid = qat.keys() == {"weights", "group_size", "dtype"} and qat["dtype"] in _QAT_DTYPES
-        hint = f"must have weights, group_size, and a dtype of {', '.join(_QAT_DTYPES)}"
-        require_option(self.qat is None or is_valid, "model_config.qat", self.qat, hint)
-        require_option(self.name.isprintable(), "model_config.name", ascii(self.name), "must be printable text")
         derived: Fields = {
             "n_query_groups": self.n_query_groups or self.n_head,
             "head_size": self.head_size or self._derive_head_size(),
@@ -232,7 +224,7 @@ class ModelConfig:
             if (values := getattr(self, name)) is not None:
                 derived[name] = list(values[: self.n_layer])
         vars(self).update(derived)  # frozen
-        self._check_combinations()
+        check_combinations(self)
 
     def _derive_head_size(self) -> int:
         sizes = self.latent_attention or {}
@@ -245,45 +237,6 @@ class ModelConfig:
     def require(self, ok: bool, name: str, hint: str) -> None:
         """Raise a UserError about the field ``name`` unless ``ok``."""
         require_option(ok, f"{GROUP}{name}", getattr(self, name), hint)
-
-    def _check_combinations(self) -> None:
-        """Check field combinations after all derived fields are set."""
-        require, padded = self.require, self.padded_vocab_size
-        check_latent_attention(self)
-        check_linear_attention(self)
-        require(self.n_head % self.n_query_groups == 0, "n_query_groups", f"must divide n_head {self.n_head}")
-        is_even = self.position_embedding != "rope" or self.rope_n_elem % 2 == 0
-        require(is_even, "head_size", "RoPE needs an even number of rotated dimensions")
-        is_covered = padded is None or padded >= (self.vocab_size or 0)
-        require(is_covered, "padded_vocab_size", f"smaller than vocab_size {self.vocab_size}")
-        has_norm = not self.shared_attention_norm or self.parallel_residual
-        require(has_norm, "shared_attention_norm", f"needs {FLAG}parallel_residual true")
-        has_weights = self.norm_class_name == "LayerNorm" and self.norm_affine
-        hint = "needs norm_class_name LayerNorm with norm_affine true"
-        require(self.norm_qk_type != "per_head" or has_weights, "norm_qk_type", hint)
-        has_yarn = self.query_scaling_beta is None or self.rope_kind == "yarn"
-        require(has_yarn, "query_scaling_beta", f"needs YaRN in {FLAG}rope_adjustments")
-        has_softcap = self.attention_logit_softcapping is not None
-        hint = "is not supported with attention_logit_softcapping; remove one of them"
-        require(not (self.attention_sinks and has_softcap), "attention_sinks", hint)
-        self._check_layers()
-        check_experts(self)
-        check_head(self)
-
-    def _check_layers(self) -> None:
-        """Check lists with one value per layer or per rotated pair."""
-        for name, allowed in PER_LAYER.items():
-            values, listed = getattr(self, name), " or ".join(map(str, allowed))
-            is_valid = values is None or (len(values) == self.n_layer and set(values) <= set(allowed))
-            self.require(is_valid, name, f"must contain {listed} for each of the {self.n_layer} layers")
-        if 1 in (self.rope_indices or ()) and self.rope_local_base_freq is None:
-            raise UserError(f"{FLAG}rope_indices: layers with index 1 need {FLAG}rope_local_base_freq")
-        for name in ("short_factor", "long_factor") if self.rope_kind == "longrope" else ():
-            if (n := len((self.rope_adjustments or {})[name])) != (pairs := self.rope_n_elem // 2):
-                raise UserError(
-                    f"{FLAG}rope_adjustments: {name} has {n} factors; heads with {self.rope_n_elem} rotated dimensions "
-                    f"need {pairs}"
-                )
 
     @property
     def rope_kind(self) -> str | None:
@@ -415,8 +368,6 @@ class ModelConfig:
             values["family_options"] = (self.family_options or {}) | values["family_options"]
         return replace(self, **changes | values)
 
-
-_QAT_DTYPES = ("float32", "bfloat16", "float16")
 
 # Field types of user overrides.
 _HINTS = {

@@ -1,4 +1,4 @@
-"""Validate individual ModelConfig fields: types, ranges, RoPE scaling. Errors are one line and name the flag."""
+"""Validate the fields of a ModelConfig and their combinations. Errors are one line and name the flag."""
 
 import functools
 import math
@@ -50,6 +50,7 @@ MOE_FIELDS = (
 )  # fmt: skip
 
 _NONNEGATIVE = {"n_expert", "n_expert_per_token", "norm_eps", "query_scaling_beta", "router_aux_loss_coef"}
+_QAT_DTYPES = ("float32", "bfloat16", "float16")
 _UNBOUNDED = {"rotary_percentage", "attention_multiplier", "embedding_multiplier", "residual_multiplier"}
 _TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string", dict: "a mapping"}
 
@@ -77,9 +78,55 @@ def check_values(values: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
     if rope_kind(adjustments) is not None:
         for name, value in adjustments.items():
             _check_adjustment(name, value)
+    name, qat = values["name"], values["qat"]
+    is_valid = isinstance(qat, dict) and qat.keys() == {"weights", "group_size", "dtype"}
+    hint = f"must have weights, group_size, and a dtype of {', '.join(_QAT_DTYPES)}"
+    require_option(qat is None or (is_valid and qat["dtype"] in _QAT_DTYPES), f"{GROUP}qat", qat, hint)
+    require_option(name.isprintable(), f"{GROUP}name", ascii(name), "must be printable text")
 
 
-def check_experts(config: Any) -> None:
+def check_combinations(config: Any) -> None:
+    """Check the combinations of a ModelConfig's fields after all derived fields are set."""
+    require, padded = config.require, config.padded_vocab_size
+    _check_latent_attention(config)
+    _check_linear_attention(config)
+    require(config.n_head % config.n_query_groups == 0, "n_query_groups", f"must divide n_head {config.n_head}")
+    is_even = config.position_embedding != "rope" or config.rope_n_elem % 2 == 0
+    require(is_even, "head_size", "RoPE needs an even number of rotated dimensions")
+    is_covered = padded is None or padded >= (config.vocab_size or 0)
+    require(is_covered, "padded_vocab_size", f"smaller than vocab_size {config.vocab_size}")
+    has_norm = not config.shared_attention_norm or config.parallel_residual
+    require(has_norm, "shared_attention_norm", f"needs {FLAG}parallel_residual true")
+    has_weights = config.norm_class_name == "LayerNorm" and config.norm_affine
+    hint = "needs norm_class_name LayerNorm with norm_affine true"
+    require(config.norm_qk_type != "per_head" or has_weights, "norm_qk_type", hint)
+    has_yarn = config.query_scaling_beta is None or config.rope_kind == "yarn"
+    require(has_yarn, "query_scaling_beta", f"needs YaRN in {FLAG}rope_adjustments")
+    has_softcap = config.attention_logit_softcapping is not None
+    hint = "is not supported with attention_logit_softcapping; remove one of them"
+    require(not (config.attention_sinks and has_softcap), "attention_sinks", hint)
+    _check_layers(config)
+    _check_experts(config)
+    _check_head(config)
+
+
+def _check_layers(config: Any) -> None:
+    """Check lists with one value per layer or per rotated pair."""
+    for name, allowed in PER_LAYER.items():
+        values, listed = getattr(config, name), " or ".join(map(str, allowed))
+        is_valid = values is None or (len(values) == config.n_layer and set(values) <= set(allowed))
+        config.require(is_valid, name, f"must contain {listed} for each of the {config.n_layer} layers")
+    if 1 in (config.rope_indices or ()) and config.rope_local_base_freq is None:
+        raise UserError(f"{FLAG}rope_indices: layers with index 1 need {FLAG}rope_local_base_freq")
+    for name in ("short_factor", "long_factor") if config.rope_kind == "longrope" else ():
+        if (n := len(config.rope_adjustments[name])) != (pairs := config.rope_n_elem // 2):
+            raise UserError(
+                f"{FLAG}rope_adjustments: {name} has {n} factors; heads with {config.rope_n_elem} rotated dimensions "
+                f"need {pairs}"
+            )
+
+
+def _check_experts(config: Any) -> None:
     """Check the expert counts of a ModelConfig, and that grouped_mm supports the widths."""
     require = config.require
     if config.mlp_class_name != "LLaMAMoE":
@@ -106,7 +153,7 @@ def check_experts(config: Any) -> None:
     require(is_valid, "n_topk_groups", hint)
 
 
-def check_latent_attention(config: Any) -> None:
+def _check_latent_attention(config: Any) -> None:
     """Check the sizes of a ModelConfig's latent attention, and the fields that it determines."""
     sizes = config.latent_attention
     if sizes is None:
@@ -123,7 +170,7 @@ def check_latent_attention(config: Any) -> None:
         config.require(getattr(config, name) == value, name, f"must be {value} with latent_attention")
 
 
-def check_linear_attention(config: Any) -> None:
+def _check_linear_attention(config: Any) -> None:
     """Check the sizes of a ModelConfig's linear attention."""
     sizes = config.linear_attention
     if sizes is None:
@@ -194,7 +241,7 @@ def _check_adjustment(name: str, value: Any) -> None:
         raise UserError(f"{FLAG}rope_adjustments: {name} {value!r}: must be {expected}")
 
 
-def check_head(config: Any) -> None:
+def _check_head(config: Any) -> None:
     """Check the :data:`HEAD_FIELDS` of a config."""
     head, labels, kinds = config.head, config.labels, get_args(ProblemType)
     require_option(head in (None, *get_args(HeadName)), "head", head, f"must be {', '.join(get_args(HeadName))}")
