@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 from toolkit.config.other_tools import suggest_option
 from toolkit.errors import UserError, did_you_mean, require_option
 from toolkit.models.config_checks import (
+    DERIVED,
     FLAG,
     GROUP,
     HEAD_FIELDS,
-    PER_LAYER,
     HeadName,
     ProblemType,
     check_combinations,
     check_values,
+    derived_values,
     rope_kind,
     yarn_mscale,
 )
@@ -211,28 +212,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_values(vars(self), _HINTS)
-        derived: Fields = {
-            "n_query_groups": self.n_query_groups or self.n_head,
-            "head_size": self.head_size or self._derive_head_size(),
-            "intermediate_size": self.intermediate_size or 4 * self.n_embd,
-        }
-        if self.latent_attention is not None:
-            derived["latent_attention"] = {"q_lora_rank": None} | self.latent_attention
-        if self.vocab_size is not None and self.padded_vocab_size is None:
-            derived["padded_vocab_size"] = -(-self.vocab_size // self.padding_multiple) * self.padding_multiple
-        for name in PER_LAYER:  # LitGPT's lists may be longer
-            if (values := getattr(self, name)) is not None:
-                derived[name] = list(values[: self.n_layer])
-        vars(self).update(derived)  # frozen
+        vars(self).update(derived_values(self))  # frozen
         check_combinations(self)
-
-    def _derive_head_size(self) -> int:
-        sizes = self.latent_attention or {}
-        parts = [n for name in ("qk_nope_head_dim", "qk_rope_head_dim") if isinstance(n := sizes.get(name), int)]
-        if len(parts) == 2:
-            return sum(parts)
-        self.require(self.n_embd % self.n_head == 0, "n_embd", f"must be a multiple of n_head {self.n_head}")
-        return self.n_embd // self.n_head
 
     def require(self, ok: bool, name: str, hint: str) -> None:
         """Raise a UserError about the field ``name`` unless ``ok``."""
@@ -348,7 +329,7 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, values: Fields) -> ModelConfig:
         """Create a config from a parsed ``model_config.yaml``."""
-        names = {f.name for f in fields(cls)}
+        names = cls.__dataclass_fields__
         for name, value in values.items():
             if name not in names and value:  # a field of a later version; it has no effect while unset
                 raise UserError(f"{name} {value}: unknown field, perhaps of a later version; upgrade toolkit")
@@ -356,14 +337,8 @@ class ModelConfig:
 
     def override(self, overrides: ModelOverrides) -> ModelConfig:
         """Return a copy with the user's overrides. Derived fields are recomputed."""
-        values = {f.name: v for f in fields(overrides) if (v := getattr(overrides, f.name)) is not None}
-        derived = {
-            "n_query_groups": {"n_head"},
-            "head_size": {"n_head", "n_embd", "latent_attention"},
-            "intermediate_size": {"n_embd"},
-            "padded_vocab_size": {"vocab_size", "padding_multiple"},
-        }
-        changes: Fields = {k: None for k, sources in derived.items() if sources & values.keys()}
+        values = {name: value for name, value in vars(overrides).items() if value is not None}
+        changes: Fields = {k: None for k, sources in DERIVED.items() if sources & values.keys()}
         if "family_options" in values:  # the others keep their values
             values["family_options"] = (self.family_options or {}) | values["family_options"]
         return replace(self, **changes | values)

@@ -1,4 +1,7 @@
-"""Validate the fields of a ModelConfig and their combinations. Errors are one line and name the flag."""
+"""Validate the fields of a ModelConfig and their combinations, and derive fields from others.
+
+Errors are one line and name the flag.
+"""
 
 import functools
 import math
@@ -42,6 +45,11 @@ PER_LAYER = {
     "sliding_window_indices": (0, 1), "rope_indices": (-1, 0, 1), "moe_indices": (0, 1),
     "linear_attention_indices": (0, 1),
 }  # fmt: skip
+# Fields with a default that depends on other fields: on which.
+DERIVED = {
+    "n_query_groups": {"n_head"}, "head_size": {"n_head", "n_embd", "latent_attention"},
+    "intermediate_size": {"n_embd"}, "padded_vocab_size": {"vocab_size", "padding_multiple"},
+}  # fmt: skip
 # Fields that require experts.
 MOE_FIELDS = (
     "n_expert", "n_expert_per_token", "moe_intermediate_size", "norm_topk_prob", "routed_scaling_factor",
@@ -83,6 +91,32 @@ def check_values(values: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
     hint = f"must have weights, group_size, and a dtype of {', '.join(_QAT_DTYPES)}"
     require_option(qat is None or (is_valid and qat["dtype"] in _QAT_DTYPES), f"{GROUP}qat", qat, hint)
     require_option(name.isprintable(), f"{GROUP}name", ascii(name), "must be printable text")
+
+
+def derived_values(config: Any) -> dict[str, Any]:
+    """Return the values of a ModelConfig's :data:`DERIVED` fields, and completed values of others."""
+    derived: dict[str, Any] = {
+        "n_query_groups": config.n_query_groups or config.n_head,
+        "head_size": config.head_size or _derive_head_size(config),
+        "intermediate_size": config.intermediate_size or 4 * config.n_embd,
+    }
+    if config.latent_attention is not None:
+        derived["latent_attention"] = {"q_lora_rank": None} | config.latent_attention
+    if config.vocab_size is not None and config.padded_vocab_size is None:
+        derived["padded_vocab_size"] = -(-config.vocab_size // config.padding_multiple) * config.padding_multiple
+    for name in PER_LAYER:  # LitGPT's lists may be longer
+        if (values := getattr(config, name)) is not None:
+            derived[name] = list(values[: config.n_layer])
+    return derived
+
+
+def _derive_head_size(config: Any) -> int:
+    sizes = config.latent_attention or {}
+    parts = [n for name in ("qk_nope_head_dim", "qk_rope_head_dim") if isinstance(n := sizes.get(name), int)]
+    if len(parts) == 2:
+        return sum(parts)
+    config.require(config.n_embd % config.n_head == 0, "n_embd", f"must be a multiple of n_head {config.n_head}")
+    return config.n_embd // config.n_head
 
 
 def check_combinations(config: Any) -> None:
