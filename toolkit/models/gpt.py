@@ -28,7 +28,7 @@ from toolkit.models.masks import AttentionMaskBuilder, ContextMaskBuilder, Fixed
 from toolkit.models.mixed_mm import matmul_dtype
 from toolkit.models.neftune import SampleNoise
 from toolkit.models.norm import make_norm
-from toolkit.models.rope import RotaryEmbedding, attention_factor, document_lengths, inverse_frequencies, query_scale
+from toolkit.models.rope import RotaryFrequencies, document_lengths
 
 
 class Transformer(nn.ModuleDict):
@@ -99,7 +99,7 @@ class GPT(nn.Module, metaclass=InitializedModel):
         parts["h"] = nn.ModuleList(self.make_block(config, layer) for layer in range(config.n_layer))
         parts["ln_f"] = make_norm(config, is_residual_norm=True)
         self.transformer = Transformer(parts)
-        self._frequencies: dict[tuple, Tensor] = {}  # not buffers: see rope.py
+        self._rotary = RotaryFrequencies(config)
         self.tie_weights()
 
     def __init_subclass__(cls) -> None:
@@ -268,7 +268,7 @@ class GPT(nn.Module, metaclass=InitializedModel):
             masks = AttentionMaskBuilder(length - T, T, *options)
         else:
             masks = ContextMaskBuilder(context, T, *options)
-        return x, BlockInputs(masks, self._rotary_embeddings(positions, lengths), kv_cache, dropout_bits=bits)
+        return x, BlockInputs(masks, self._rotary.embeddings(positions, lengths), kv_cache, dropout_bits=bits)
 
     def make_cache(self, batch_size: int, max_length: int) -> KVCache:
         """Return an empty KV cache for this rank's heads, on the model's device and in its dtype."""
@@ -367,40 +367,6 @@ class GPT(nn.Module, metaclass=InitializedModel):
             x = x * torch.full((), self.config.n_embd**0.5, dtype=x.dtype, device=x.device)
         x = x if self.config.embedding_multiplier == 1.0 else x * self.config.embedding_multiplier
         return x.to(matmul_dtype(x)) if self.execution.autocasts_residual else x
-
-    def _rotary_embeddings(self, positions: Tensor, lengths: Tensor | int) -> dict[int, RotaryEmbedding]:
-        """Return the rotary embedding for each rope index in use, except -1 (no RoPE)."""
-        if self.config.position_embedding == "learned":
-            return {}
-        used = {self.config.rope_index(layer) for layer in range(self.config.n_layer)} - {-1}
-        return {
-            index: RotaryEmbedding(
-                positions,
-                self._frequencies_of(lengths, positions.device, local=index == 1),
-                attention_factor(self.config, local=index == 1),
-                query_scale(self.config, positions),
-            )
-            for index in used
-        }
-
-    def _frequencies_of(self, lengths: Tensor | int, device: torch.device, local: bool) -> Tensor:
-        """Return RoPE frequencies, (rope_n_elem / 2,); (B, T, rope_n_elem / 2) if ``lengths`` is a tensor."""
-        original_max = self.config.original_max_position
-        is_long = False if original_max is None else lengths > original_max
-        if isinstance(is_long, bool):
-            return self._frequencies_on(device, local, is_long)
-        short, long = (self._frequencies_on(device, local, which) for which in (False, True))
-        return torch.where(is_long.unsqueeze(-1), long, short)
-
-    def _frequencies_on(self, device: torch.device, local: bool, is_long: bool) -> Tensor:
-        key = (device, local, is_long)
-        if key not in self._frequencies:
-            layer = next(i for i in range(self.config.n_layer) if self.config.rope_index(i) == local)
-            inverse = inverse_frequencies(self.config.layer(layer), is_long, local).to(device)
-            if type(inverse) is not Tensor:  # do not cache a FakeTensor beyond its mode
-                return inverse
-            self._frequencies[key] = inverse
-        return self._frequencies[key]
 
 
 def build_model(config: ModelConfig) -> GPT:

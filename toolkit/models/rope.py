@@ -149,3 +149,46 @@ class RotaryEmbedding:
         y = x.float()
         # rolling by half swaps the halves, (a, b) -> (b, a): a cos - b sin, b cos + a sin, without splitting
         return (y * self.cos + y.roll(n // 2, dims=-1) * self.sin).to(x.dtype)
+
+
+class RotaryFrequencies:
+    """The frequencies of a model, computed once per device, and its rotary embeddings."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._config = config
+        self._cache: dict[tuple, Tensor] = {}
+
+    def embeddings(self, positions: Tensor, lengths: Tensor | int) -> dict[int, RotaryEmbedding]:
+        """Return the rotary embedding for each rope index in use, except -1 (no RoPE); none with learned positions.
+
+        Args:
+            positions: (T,) or (B, T), int64.
+            lengths: Lengths of the sequences in tokens, which determine the factors of longrope; (B, T) or one for all.
+        """
+        config = self._config
+        if config.position_embedding == "learned":
+            return {}
+        is_long = config.original_max_position is not None and lengths > config.original_max_position
+        return {
+            index: RotaryEmbedding(
+                positions,
+                self._frequencies(positions.device, index == 1, is_long),
+                attention_factor(config, local=index == 1),
+                query_scale(config, positions),
+            )
+            for index in {config.rope_index(layer) for layer in range(config.n_layer)} - {-1}
+        }
+
+    def _frequencies(self, device: torch.device, local: bool, is_long: Tensor | bool) -> Tensor:
+        """Return :func:`inverse_frequencies`, (..., rope_n_elem / 2), in the shape of ``is_long``."""
+        if isinstance(is_long, Tensor):
+            short, long = (self._frequencies(device, local, which) for which in (False, True))
+            return torch.where(is_long.unsqueeze(-1), long, short)
+        key = (device, local, is_long)
+        if key not in self._cache:
+            layer = next(i for i in range(self._config.n_layer) if self._config.rope_index(i) == local)
+            inverse = inverse_frequencies(self._config.layer(layer), is_long, local).to(device)
+            if type(inverse) is not Tensor:  # do not cache a FakeTensor beyond its mode
+                return inverse
+            self._cache[key] = inverse
+        return self._cache[key]
