@@ -21,7 +21,7 @@ from toolkit.models.families import family_of
 from toolkit.models.head import Head, Score
 from toolkit.models.init import InitializedModel
 from toolkit.models.keyed_random import DropoutBits, derive
-from toolkit.models.kv_cache import KVCache
+from toolkit.models.kv_cache import KVCache, next_positions
 from toolkit.models.labels import IGNORE_INDEX
 from toolkit.models.loss import RowLoss, mask_until_last_label
 from toolkit.models.masks import AttentionMaskBuilder, ContextMaskBuilder, FixedShapeMaskBuilder, MaskBuilder
@@ -240,7 +240,7 @@ class GPT(nn.Module, metaclass=InitializedModel):
         documents, bounds = documents if isinstance(documents, Documents) else (documents, None)
         if sequence_length is None and kv_cache is not None:
             sequence_length = kv_cache.sequence_length
-        default_positions, length = self._default_positions(T, input_ids.device, kv_cache)
+        default_positions, length = next_positions(T, input_ids.device, self.config.block_size, kv_cache)
         positions = default_positions if positions is None else positions
         lengths = length if sequence_length is None else sequence_length
         original_max = self.config.original_max_position
@@ -275,21 +275,6 @@ class GPT(nn.Module, metaclass=InitializedModel):
         weight = next(p for p in self.parameters() if p.is_floating_point())  # the head's weight may be quantized
         ranks = self.execution.tensor_ranks
         return KVCache(self.config, batch_size, max_length, weight.device, weight.dtype, ranks)
-
-    def _default_positions(self, T: int, device: torch.device, kv_cache: KVCache | None) -> tuple[Tensor, int]:
-        """Return default positions, (T,) or (B, T), and the number of keys (cached plus T new)."""
-        block_size = self.config.block_size
-        if kv_cache is not None and kv_cache.position is not None:
-            positions, length = kv_cache.position, kv_cache.capacity
-        else:
-            n_cached = 0 if kv_cache is None else kv_cache.length
-            positions, length = torch.arange(n_cached, n_cached + T, device=device), n_cached + T
-        if kv_cache is not None and kv_cache.starts is not None:
-            # clamp, because finished rows keep running with the others
-            return (positions - kv_cache.starts[:, None]).clamp(0, block_size - 1), length
-        if length > block_size and (kv_cache is None or kv_cache.position is None):
-            raise ValueError(f"sequence length {length} exceeds the model's block_size {block_size}")
-        return positions, length
 
     def run_blocks(
         self, x: Tensor, layers: range, inputs: BlockInputs, kv_source: Tensor | None = None

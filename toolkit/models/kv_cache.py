@@ -226,3 +226,21 @@ class KVCache:
         for layer in self.layers:
             if isinstance(layer, LayerCache):
                 layer.reserve(max_length)
+
+
+def next_positions(T: int, device: torch.device, block_size: int, kv_cache: KVCache | None) -> tuple[Tensor, int]:
+    """Return the positions of T new tokens, (T,) or (B, T), and the number of keys (cached plus T new).
+
+    Raises ValueError if a sequence would be longer than ``block_size``.
+    """
+    if kv_cache is not None and kv_cache.position is not None:
+        positions, length = kv_cache.position, kv_cache.capacity
+    else:
+        n_cached = 0 if kv_cache is None else kv_cache.length
+        positions, length = torch.arange(n_cached, n_cached + T, device=device), n_cached + T
+    if kv_cache is not None and kv_cache.starts is not None:
+        # clamp, because finished rows keep running with the others
+        return (positions - kv_cache.starts[:, None]).clamp(0, block_size - 1), length
+    if length > block_size and (kv_cache is None or kv_cache.position is None):
+        raise ValueError(f"sequence length {length} exceeds the model's block_size {block_size}")
+    return positions, length
