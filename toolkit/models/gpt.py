@@ -359,7 +359,7 @@ def build_model(config: ModelConfig) -> GPT:
     model_class = family_of(config).model_class()
     hint = f"the family {config.family!r} has no options; remove it"
     require_option(model_class or not config.family_options, "model_config.family_options", config.family_options, hint)
-    model = GPT(config) if model_class is None else model_class(config)
+    model = (model_class or GPT)(config)
     if config.qat is not None:
         _quantizer(config).attach(model)
     return model
