@@ -91,9 +91,9 @@ def test_transformers_loss_is_that_of_the_last_validation(base, tmp_path, case, 
         return abs(loss_in_transformers(folder, batches) - expected)
 
     assert difference("trained", "--qat.weights", weights) < 1e-5
-    assert difference("plain") > 1e-4
+    assert difference("plain") > 1e-5  # 1e-3 with int4, and about 1e-4 with int8
     monkeypatch.setattr(layers, "_quantized", without_quantizer)
-    assert difference("disabled", "--qat.weights", weights) > 1e-4
+    assert difference("disabled", "--qat.weights", weights) > 1e-5
 
 
 def with_qat(folder, native, weights="int4", group_size=8, dtype="float32"):
