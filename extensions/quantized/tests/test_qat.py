@@ -258,19 +258,20 @@ def test_s2_a_killed_run_continues_bit_for_bit_with_the_same_numbers_only(folder
 
 
 def test_a_run_from_a_quantized_checkpoint_continues_to_quantize(folder, mixed):
-    """--qat.weights none stops it; the first validation is that of the weights before."""
+    """--qat.weights none stops it; the first validation is that of the weights before. Another format changes it."""
     options = ["--train.max_steps", "1", "--eval.initial_validation", "true"]
     plain = shutil.copytree(mixed / "final", folder / "unquantized")
     (plain / "COMPLETE").unlink()
     config = read_model_config(plain)
     write_model_config(replace(config, qat=None), plain / "model_config.yaml")
     starts = {"continued": ["mixed/final"], "stopped": ["mixed/final", "--qat.weights", "none"], "plain": [plain.name]}
+    starts["int8"] = ["mixed/final", "--qat.weights", "int8"]
+    trained = {"continued": config.qat | {"dtype": "float32"}, "int8": INT4 | {"weights": "int8"}}
     first = {}
     for name, (start, *own) in starts.items():
         run = train(folder, f"from-{name}", f"finetune_full {start}", *options, *own)
         first[name] = float(rows_of(run)[0]["val_loss"])
-        qat = config.qat | {"dtype": "float32"} if name == "continued" else None
-        assert read_model_config(run / "final").qat == qat
+        assert read_model_config(run / "final").qat == trained.get(name)  # with the group size of the checkpoint
     assert first["stopped"] == first["plain"] != first["continued"]
 
 
@@ -320,7 +321,7 @@ def test_weights_are_not_quantized_twice(folder, mixed, refusal):
 @pytest.mark.parametrize(
     "qat",
     [5, [], {"weights": "int4"}, INT4 | {"dtype": "load"}, INT4 | {"weights": "int3"}, INT4 | {"weights": None},
-     INT4 | {"group_size": 0}, INT4 | {"group_size": "16"}],
+     INT4 | {"group_size": 0}, INT4 | {"group_size": "16"}, INT4 | {"group_size": None}],
 )  # fmt: skip
 def test_an_edited_format_is_refused(qat, mixed, tmp_path):
     shutil.copytree(mixed / "final", tmp_path / "m")

@@ -43,7 +43,7 @@ class FakeQuantizer:
             UserError: A value is not valid, such as one from an edited file.
         """
         checked: Any = str(qat["weights"]).replace("-none", "-int4")  # int8-none: see freeze
-        QATArgs(checked, qat["group_size"])  # raises
+        QATArgs(checked, qat["group_size"] or 0)  # raises
         *inputs, weights = qat["weights"].split("-")
         bits = None if weights == "none" else int(weights.removeprefix("int"))
         return cls(bits, bool(inputs), qat["group_size"], getattr(torch, qat["dtype"]))

@@ -21,7 +21,7 @@ from toolkit.models.gpt import model_on_meta
 from toolkit.models.quantize import quantized_layers
 from toolkit.models.quantizer import NamedTensors
 from toolkit_quantized.numbers import FakeQuantizer, dequantize, quantize
-from toolkit_quantized.qat import QATArgs
+from toolkit_quantized.qat import GROUP_SIZE
 
 
 class Packing:
@@ -38,7 +38,7 @@ class Packing:
         is_trained = bool(qat) and kind in ("dense", qat["weights"])
         require_option(is_trained or kind != "dense", "quantize", kind, "the model was not trained with --qat.weights")
         if not is_trained:
-            qat = {"weights": kind, "group_size": QATArgs.group_size, "dtype": name}
+            qat = {"weights": kind, "group_size": GROUP_SIZE, "dtype": name}
         hint = f"would round the scales, which were trained in {qat['dtype']}; remove it"
         require_option(name in ("float32", qat["dtype"]), "dtype", name, hint)
         self.quantizer, self.kind, self.dtype = FakeQuantizer.of(qat), kind, dtype

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from toolkit.planning.run_args import RunArgs
 
 Weights = Literal["none", "int4", "int8", "int8-int4"]
+GROUP_SIZE = 32
 
 
 @dataclass(frozen=True)
@@ -25,19 +26,19 @@ class QATArgs:
     Args:
         weights: int4 or int8: round the weights as an export with this format does. int8-int4: int4 weights, and inputs
             rounded to int8 per token. none: do not round. Default: as the initial checkpoint was trained.
-        group_size: Weights of a row that share a scale.
+        group_size: Weights of a row that share a scale. Default: as the initial checkpoint was trained, or 32.
     """
 
     weights: Weights | None = None
-    group_size: int = 32
+    group_size: int | None = None
 
     def __post_init__(self) -> None:
         choices = get_args(Weights)
         hint = f"must be one of {', '.join(choices)}"
         require_option(self.weights in (None, *choices), "qat.weights", self.weights, hint)
-        is_valid = type(self.group_size) is int and self.group_size > 1
+        is_valid = self.group_size is None or (type(self.group_size) is int and self.group_size > 1)
         require_option(is_valid, "qat.group_size", self.group_size, "must be 2 or more")
-        has_effect = self.weights not in (None, "none") or self.group_size == type(self).group_size
+        has_effect = self.weights not in (None, "none") or self.group_size is None
         require_option(
             has_effect, "qat.group_size", self.group_size, "has no effect without --qat.weights int4 or int8"
         )
@@ -53,9 +54,9 @@ def configure(args: RunArgs, precision: str, config: ModelConfig | None) -> Mode
         UserError: An option is not supported, or the groups do not divide the width of a layer.
     """
     options: QATArgs = args.groups.get("qat", QATArgs())
-    is_set = options.weights is not None
-    qat = asdict(options) if is_set else None if config is None else config.qat
-    if qat is None or qat["weights"] == "none":
+    initial = (config and config.qat) or {"weights": "none", "group_size": GROUP_SIZE}
+    qat = initial | {name: value for name, value in asdict(options).items() if value is not None}
+    if qat["weights"] == "none":
         return config and replace(config, qat=None)
     lora = args.lora
     for flag, is_used in {
@@ -68,8 +69,8 @@ def configure(args: RunArgs, precision: str, config: ModelConfig | None) -> Mode
         f"--lora_dropout {lora and lora.dropout}": lora is not None and lora.dropout > 0,
         "a model from Python": args.module is not None,
     }.items():
-        fix = "remove one of them" if is_set else "remove it, or set --qat.weights none: the checkpoint has this format"
-        hint = f"is not supported with {flag}; {fix}"
+        fix = "one of them" if options.weights else "it, or set --qat.weights none: the checkpoint has this format"
+        hint = f"is not supported with {flag}; remove {fix}"
         require_option(not is_used, "qat.weights", qat["weights"], hint)
     assert config is not None
     from toolkit.models.gpt import model_on_meta
