@@ -1,4 +1,4 @@
-"""Quantized weights in a Hugging Face folder: the format pack-quantized of compressed-tensors."""
+"""Quantized weights in a Hugging Face folder: the formats pack-quantized and int-quantized of compressed-tensors."""
 
 from __future__ import annotations
 
@@ -84,22 +84,27 @@ class Packing:
                 hint = f"transformers has no quantized layer for {name}; use dense after --qat.weights, or none"
                 raise UserError(f"--quantize {self.kind}: {hint}")
             values, scale, _ = quantize(tensor, self.quantizer)
-            yield f"{stem}.weight_packed", pack_integers(values, self.quantizer.largest)
             yield f"{stem}.weight_scale", scale.to(self.dtype)
-            yield f"{stem}.weight_shape", torch.tensor(tensor.shape, device=tensor.device)
+            if self.quantizer.rounds_inputs:
+                yield name, values.to(torch.int8)
+            else:
+                yield f"{stem}.weight_packed", pack_integers(values, self.quantizer.largest)
+                yield f"{stem}.weight_shape", torch.tensor(tensor.shape, device=tensor.device)
 
     @property
     def config(self) -> Fields:
         """The ``quantization_config`` of config.json, complete after :meth:`pack`."""
         weights = {"num_bits": self.quantizer.bits, "type": "int", "symmetric": True, "strategy": "group"}
         weights |= {"group_size": self.quantizer.group_size}
-        group: Fields = {"targets": ["Linear"], "format": "pack-quantized", "weights": weights}
+        # vLLM and compressed-tensors expect unpacked integers where inputs are rounded, too.
+        name = "int-quantized" if self.quantizer.rounds_inputs else "pack-quantized"
+        group: Fields = {"targets": ["Linear"], "format": name, "weights": weights}
         if self.quantizer.rounds_inputs:
             inputs = {"num_bits": 8, "type": "int", "symmetric": False, "strategy": "token", "dynamic": True}
             group["input_activations"] = inputs
         # Without the status, transformers loads random weights; without the group's format, vLLM refuses experts.
         return {
-            "quant_method": "compressed-tensors", "quantization_status": "compressed", "format": "pack-quantized",
+            "quant_method": "compressed-tensors", "quantization_status": "compressed", "format": name,
             "config_groups": {"group_0": group}, "ignore": [*self._ignored],
         }  # fmt: skip
 

@@ -18,7 +18,7 @@ from toolkit.io.safe_parse import open_regular
 
 # Dtype names in the safetensors format.
 FORMAT_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-_INTEGERS = {torch.int32: "I32", torch.int64: "I64"}  # written only
+_INTEGERS = {torch.int8: "I8", torch.int32: "I32", torch.int64: "I64"}  # written only
 QUANTIZED = {"U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn}
 DTYPES_BY_NAME = {name: dtype for dtype, name in FORMAT_NAMES.items()} | QUANTIZED
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES_BY_NAME.items()}
