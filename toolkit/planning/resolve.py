@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -25,7 +26,6 @@ from toolkit.models.families import DEFAULT_MODEL, family_of, get_config, is_ext
 from toolkit.models.flops import matmul_parameters
 from toolkit.models.fp8 import require_fp8
 from toolkit.models.gpt import GPT
-from toolkit.objectives import Objective
 from toolkit.optim.classes import has_moments, optimizer_class, resolve_optimizer
 from toolkit.optim.evaluation_weights import sets_weights
 from toolkit.optim.schedule import Schedule
@@ -215,8 +215,9 @@ def resolve(args: RunArgs, devices: DeviceSpec) -> ResolvedConfig:
     )
     if (ratio := args.loraplus_lr_ratio) != 1:
         optimizer["loraplus_lr_ratio"] = ratio
-    frozen = choose_frozen(args.objective, length)
-    return ResolvedConfig(args, devices, precision, strategy, batch, model, length, optimizer, frozen)
+    return ResolvedConfig(
+        args, devices, precision, strategy, batch, model, length, optimizer, choose_frozen(args, model, length)
+    )
 
 
 def choose_precision(args: RunArgs, devices: DeviceSpec) -> Precision:
@@ -301,20 +302,26 @@ def choose_head(args: RunArgs, config: ModelConfig) -> ModelConfig:
     return config.with_head(head)
 
 
-def choose_frozen(objective: Objective, length: int | None) -> ModelConfig | None:
+def read_reference_config(args: RunArgs, folder: Path, model: ModelConfig | None) -> ModelConfig:
+    """Return the architecture of a teacher or reference. The initial checkpoint as reference quantizes as ``model``."""
+    config = read_model_config(folder)
+    if model and args.objective.has_reference and folder == args.base_dir:
+        return replace(config, qat=model.qat)
+    return config
+
+
+def choose_frozen(args: RunArgs, model: ModelConfig | None, length: int | None) -> ModelConfig | None:
     """Return the architecture of the objective's frozen model, and check that it can read rows of ``length`` tokens."""
-    folder = find_frozen(objective)
+    folder = find_frozen(args.objective)
     if folder is None:
         return None
-    config = read_model_config(folder)
-    require_language_model(config, frozen_flag(objective))
+    config, flag = read_reference_config(args, folder, model), frozen_flag(args.objective)
+    require_language_model(config, flag)
     if is_extension_model(config):
-        raise UserError(f"{frozen_flag(objective)}: is a model of an extension; use one of toolkit's own architectures")
-    if length is not None and length > config.block_size:
-        raise UserError(
-            f"--train.max_seq_length {length}: the model of {frozen_flag(objective)} takes at most {config.block_size} "
-            "tokens; lower it"
-        )
+        raise UserError(f"{flag}: is a model of an extension; use one of toolkit's own architectures")
+    if length and length > config.block_size:
+        hint = f"the model of {flag} takes at most {config.block_size} tokens; lower it"
+        raise UserError(f"--train.max_seq_length {length}: {hint}")
     return config
 
 

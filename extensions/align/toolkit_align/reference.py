@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from toolkit.checkpoints.folder import read_model_config, require_language_model
+from toolkit.checkpoints.folder import require_language_model
 from toolkit.data.base import PreparedData, Report, TokenDataset, rows_of
 from toolkit.data.cache import (
     choose_cache_dir,
@@ -23,6 +23,7 @@ from toolkit.distributed import ranks
 from toolkit.distributed.cpu_memory import malloc_trim
 from toolkit.distributed.private_lightning import FabricModule
 from toolkit.planning.frozen import require_same_vocabulary
+from toolkit.planning.resolve import read_reference_config
 from toolkit.training.build import build_frozen
 from toolkit.training.checkpoint_meta import model_fingerprint
 from toolkit.training.launch import Launch
@@ -65,7 +66,9 @@ def with_reference(launch: Launch) -> PreparedData:
     if folder is None:
         return data
     parts = {name: rows for name, rows in (("train", data.train), ("val", data.val)) if rows is not None and len(rows)}
+    config = read_reference_config(args, folder, launch.spec.config)
     inputs = {"code": _CODE_VERSION, "data": data.content_key, "precision": launch.config.precision}
+    inputs |= {} if config.qat is None else {"qat": config.qat}
     key = hash_inputs(inputs | {"model": model_fingerprint(folder)})
     cached = choose_cache_dir(getattr(args.data, "cache_dir", None)) / f"reference-{key[:16]}"
     read = partial(_read, cached, key, parts)
@@ -73,7 +76,7 @@ def with_reference(launch: Launch) -> PreparedData:
     if values is None:
         launch.display.phase("computing reference log-probabilities")
         report(f"Reference: computing the log-probabilities of {folder} once")
-        config, flag = read_model_config(folder), f"--objective.reference_dir {folder}"
+        flag = f"--objective.reference_dir {folder}"
         require_language_model(config, flag)
         require_same_vocabulary(flag, config, launch.spec.config)
         model = build_frozen(launch, specify_frozen(config), folder, is_exact=True)

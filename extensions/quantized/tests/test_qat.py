@@ -292,7 +292,7 @@ def test_mistakes_are_one_line_before_data_is_read(folder, tmp_path, refusal, ca
     line = refusal(*words(folder, "pretrain", *cache, "--qat.weights", "int8", "--qat.group_size", "24"))
     assert "--qat.group_size 24: transformer.h.0.attn.qkv has 64 input features, which these groups do not" in line
     line = refusal(*words(folder, "pretrain", *cache, "--qat.group_size", "16"))
-    assert line == "toolkit pretrain: --qat.group_size 16: has no effect without --qat.weights int4 or int8\n"
+    assert line == "toolkit pretrain: --qat.group_size 16: has no effect without --qat.weights int4\n"
     monkeypatch.setitem(sys.modules, "torchao", None)
     for name in [name for name in sys.modules if name.startswith("toolkit_quantized.")]:
         monkeypatch.delitem(sys.modules, name)
@@ -342,7 +342,10 @@ def test_objectives_compute_with_quantized_weights(folder, mixed, tmp_path):
     pairs = ["--data", "Preference", "--data.json_path", str(tmp_path / "pairs.jsonl"), "--data.prompt_style", "plain"]
     preference = ["finetune_lora", str(mixed / "final"), *pairs, *BASIC, *SHORT, "--train.max_seq_length", "64"]
     assert main([*preference, "--objective", "DPO", "--out_dir", str(folder / "dpo")]) == 0
-    assert losses(folder / "dpo")[0] == pytest.approx(math.log(2), rel=1e-6)  # the model is its reference
+    full = ["finetune_full", str(folder / "base"), *preference[2:], *QUANTIZED, "--precision", "32-true"]
+    assert main([*full, "--objective", "DPO", "--out_dir", str(folder / "dpo-full")]) == 0
+    for run in ("dpo", "dpo-full"):
+        assert losses(folder / run)[0] == pytest.approx(math.log(2), rel=1e-6)  # the model is its reference
     teacher = train(folder, "teacher", "pretrain", *QUANTIZED, "--train.max_steps", "1") / "final"
     distill = ["--objective", "Distillation", "--objective.teacher_dir", str(teacher), "--eval.max_new_tokens"]
     divergences = [

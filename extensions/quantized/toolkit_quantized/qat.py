@@ -34,14 +34,15 @@ class QATArgs:
 
     def __post_init__(self) -> None:
         choices = get_args(Weights)
-        hint = f"must be one of {', '.join(choices)}"
-        require_option(self.weights in (None, *choices), "qat.weights", self.weights, hint)
+        require_option(
+            self.weights in (None, *choices), "qat.weights", self.weights, f"must be one of {', '.join(choices)}"
+        )
         is_valid = self.group_size is None or (type(self.group_size) is int and self.group_size > 1)
         require_option(is_valid, "qat.group_size", self.group_size, "must be 2 or more")
-        has_effect = self.weights not in (None, "none") or self.group_size is None
-        require_option(
-            has_effect, "qat.group_size", self.group_size, "has no effect without --qat.weights int4 or int8"
-        )
+        if self.weights in (None, "none"):
+            require_option(
+                self.group_size is None, "qat.group_size", self.group_size, "has no effect without --qat.weights int4"
+            )
 
 
 _DTYPES = {"32-true": "float32", "16-mixed": "float16"}  # others compute in bfloat16
@@ -70,8 +71,7 @@ def configure(args: RunArgs, precision: str, config: ModelConfig | None) -> Mode
         "a model from Python": args.module is not None,
     }.items():
         fix = "one of them" if options.weights else "it, or set --qat.weights none: the checkpoint has this format"
-        hint = f"is not supported with {flag}; remove {fix}"
-        require_option(not is_used, "qat.weights", qat["weights"], hint)
+        require_option(not is_used, "qat.weights", qat["weights"], f"is not supported with {flag}; remove {fix}")
     assert config is not None
     from toolkit.models.gpt import model_on_meta
 
