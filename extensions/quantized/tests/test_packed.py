@@ -33,6 +33,8 @@ from toolkit.ui.loggers import read_metrics
 
 transformers = pytest.importorskip("transformers")
 pack_to_int32 = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers").pack_to_int32
+compressed_tensors = pytest.importorskip("compressed_tensors.compressors.format")
+quantization = pytest.importorskip("compressed_tensors.quantization")
 
 RUN = ["--accelerator", "cpu", "--train.max_steps", "12", "--train.save_interval", "12", "--eval.interval", "12",
        "--train.global_batch_size", "4", "--train.micro_batch_size", "4", "--train.learning_rate", "0.03", "--data",
@@ -241,6 +243,16 @@ def test_a_mixed_run_has_the_same_integers_in_both_dtypes(tiny_models, tmp_path)
     for name, tensor in single.items():
         is_kept = name.endswith(("weight_packed", "weight_scale", "weight_shape"))
         assert torch.equal(tensor, half[name].to(tensor.dtype)) == is_kept or half[name].ndim == 1, name
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8", "int8-int4"])
+def test_a_folder_has_the_format_that_compressed_tensors_infers(kind, tiny_models):
+    """vLLM knows rounded inputs in this format only."""
+    packing = Packing(read_model_config(tiny_models["qwen2"].native), kind, torch.bfloat16)
+    config = packing.config
+    group = config["config_groups"]["group_0"]
+    inferred = compressed_tensors.infer_module_format(torch.nn.Linear, quantization.QuantizationScheme(**group))
+    assert config["format"] == group["format"] == inferred.value
 
 
 def test_several_files_and_sums(trained, tmp_path, monkeypatch):
