@@ -19,7 +19,7 @@ from toolkit.models.activation_checkpointing import checkpoint_blocks
 from toolkit.models.attention_kernels import Documents, document_bounds
 from toolkit.models.block import Block
 from toolkit.models.families import config_from_hf
-from toolkit.models.gpt import GPT
+from toolkit.models.gpt import GPT, build_model
 from toolkit.training.model_spec import compile_blocks
 
 FIXED = [(24, True), (24, True), (24, False), (24, True)]
@@ -161,6 +161,13 @@ def test_graph_count_of_every_family(name):
     pytest.importorskip("transformers")
     config = config_from_hf(json.loads(HF_CONFIGS[name]().to_json_string()))
     layers = range(config.n_layer)
-    kinds = len({(config.window(i), config.rope_index(i), config.has_experts(i)) for i in layers})
-    assert count_graphs(GPT(config), FIXED) <= 2 * kinds
-    assert count_graphs(GPT(config), RAGGED, 30) <= 2 * kinds
+    kind_of = (
+        config.window,
+        config.rope_index,
+        config.has_experts,
+        config.has_linear_attention,
+        config.n_attention_parts,
+    )
+    kinds = len({tuple(f(i) for f in kind_of) for i in layers})
+    assert count_graphs(build_model(config), FIXED) <= 2 * kinds
+    assert count_graphs(build_model(config), RAGGED, 30) <= 2 * kinds

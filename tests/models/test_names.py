@@ -26,7 +26,7 @@ from toolkit.models.families import (
     list_names,
     list_names_by_family,
 )
-from toolkit.models.gpt import GPT
+from toolkit.models.gpt import GPT, model_on_meta
 from toolkit.planning.training_options import PretrainOptions
 
 # Published totals, from model cards and papers; for Gemma, Qwen 3 and the larger Qwen 2.5, from KerasHub's presets.
@@ -124,8 +124,7 @@ CORRECTED = {
 
 
 def count(config: ModelConfig) -> int:
-    with torch.device("meta"):
-        return sum(p.numel() for p in GPT(config).parameters())
+    return sum(p.numel() for p in model_on_meta(config).parameters())
 
 
 @functools.cache
@@ -181,7 +180,10 @@ def count_in_transformers(config: ModelConfig) -> int:
 @pytest.mark.slow
 def test_two_layer_configs_have_as_many_parameters_in_transformers():
     def check(name):
-        config = dataclasses.replace(get_config(name).with_vocab_size(4096), n_layer=2)
+        config = get_config(name).with_vocab_size(4096)
+        if config.family == "gemma4_text":  # all layers, in the next test: the last one must have full attention
+            return
+        config = dataclasses.replace(config, n_layer=2)
         assert count(config) == count_in_transformers(config)
 
     check_each(check, list_names())

@@ -182,6 +182,6 @@ def test_losses_of_a_run_equal_those_of_a_plain_loop(pair, tmp_path):
         optimizer={"name": "AdamW", "betas": options["betas"], "weight_decay": 0.0},
     )  # fmt: skip
     losses = [row["loss"] for row in read_metrics(tmp_path / "run" / "logs" / "metrics.csv")]
-    sure = 5 if native.config.n_expert else 20  # after that, rounding may route a token to another expert
+    sure = 3 if native.config.n_expert else 20  # after that, rounding may route a token to another expert
     assert losses[:sure] == pytest.approx(expected[:sure], rel=pair.kind.curve)
     assert losses == pytest.approx(expected, rel=5e-3) and expected[-1] < 0.9 * expected[0]
