@@ -35,13 +35,16 @@ def specialized_floats() -> AbstractContextManager:
     return torch._dynamo.config.patch(specialize_float=True)
 
 
-def configure_compiler(any_length: bool) -> None:
+def configure_compiler(any_length: bool, is_exact: bool) -> None:
     """Compile Python floats as constants, because FlexAttention requires a constant scale and soft cap.
 
     With ``any_length``, dimensions of equal size are not assumed equal (duck shaping). Otherwise a length that equals
-    head_size would cost another graph.
+    head_size would cost another graph. With ``is_exact``, fused operators round and divide as single ones: Inductor
+    omits conversions to 16 bits between them, and on CUDA divides approximately.
     """
     torch._dynamo.config.specialize_float = True
+    inductor = torch._inductor.config
+    inductor.emulate_precision_casts = inductor.eager_numerics.division_rounding = is_exact
     if any_length:
         torch.fx.experimental._config.use_duck_shape = False
 

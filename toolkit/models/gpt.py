@@ -111,11 +111,6 @@ class GPT(nn.Module, metaclass=InitializedModel):
     def make_block(self, config: ModelConfig, layer: int) -> Block:
         return Block(config, layer)
 
-    def freeze_quantized(self, device: torch.device | str, dtype: torch.dtype | None) -> None:
-        """Quantize the weights once, and merge the adapters of these layers: for inference."""
-        self.config = replace(self.config, qat=_quantizer(self.config).freeze(self, device, dtype))
-        self.note = type(self).note
-
     def execute_with(self, **changes: Any) -> None:
         """Replace fields of :class:`toolkit.models.execution.Execution`."""
         self.execution = replace(self.execution, **changes)
@@ -361,11 +356,12 @@ def build_model(config: ModelConfig) -> GPT:
     require_option(model_class or not config.family_options, "model_config.family_options", config.family_options, hint)
     model = (model_class or GPT)(config)
     if config.qat is not None:
-        _quantizer(config).attach(model)
+        quantizer_of(config).attach(model)
     return model
 
 
-def _quantizer(config: ModelConfig) -> Any:
+def quantizer_of(config: ModelConfig) -> Any:
+    """Return the :class:`toolkit.models.quantizer.Quantizer` of a model with ``qat``."""
     return require_single("quantizer", f"--qat.weights {(config.qat or {}).get('weights')}")
 
 

@@ -53,10 +53,10 @@ class Quantizer(Protocol):
     def attach(self, model: nn.Module) -> None:
         """Quantize the weights of a GPT in its forward pass, as its config says. It may be on the meta device."""
 
-    def freeze(self, model: nn.Module, device: torch.device | str, dtype: torch.dtype | None) -> Fields | None:
+    def freeze(self, model: nn.Module, device: torch.device | str, dtype: torch.dtype | None) -> None:
         """Replace the weights by their quantized values on ``device`` in ``dtype``, one by one, and merge adapters.
 
-        Returns what the model still quantizes.
+        Change the config to what the model still quantizes, and remove the note.
         """
 
     def make_packing(self, config: ModelConfig, kind: str, dtype: torch.dtype) -> Packing:

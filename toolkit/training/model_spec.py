@@ -165,13 +165,15 @@ def compile_blocks(module: nn.Module, blocks: tuple[type[nn.Module], ...], longe
     Rows of varying length share one graph. Recompiling while gradients accumulate fails under FSDP in mixed
     precision, where the accumulated gradient is fp32 and the weight bf16 (pytorch 111317).
     """
+    is_exact = False
     if isinstance(module, GPT):
+        is_exact = module.config.qat is not None
         loss = module.execution.compiled_loss or True
         module.execute_with(compiled_loss=loss, uniform_length=longest_ragged)
         # selective checkpointing warns about in-place operations such as gpt-oss's; tests cover them
         logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     torch.compiler.reset()  # graphs of an earlier run in this process count toward torch's recompile limit
-    configure_compiler(any_length=longest_ragged > 0)
+    configure_compiler(longest_ragged > 0, is_exact)
     for part in module.modules():
         if isinstance(part, blocks):
             part.compile(dynamic=True if longest_ragged else None)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from toolkit_quantized.layers import _merge
 from toolkit_quantized.numbers import FakeQuantizer, dequantize, quantize
 from torchao.quantization.qat import IntxFakeQuantizeConfig, IntxFakeQuantizer
 from torchao.quantization.qat.linear import FakeQuantizedLinear as TorchaoLinear
@@ -9,7 +10,9 @@ from torchao.quantization.quant_primitives import quantize_affine
 
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import build_model
+from toolkit.private_torch import configure_compiler
 
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 TINY = {"vocab_size": 128, "n_embd": 64, "n_layer": 1, "n_head": 4, "block_size": 32}
 
 
@@ -56,3 +59,21 @@ def test_a_layer_computes_as_torchao(weights):
         outputs.append((y, x.grad, layer.weight.grad))
     torch.testing.assert_close(*outputs, rtol=1e-6, atol=1e-6)
     assert torch.equal(outputs[0][0], outputs[1][0])
+
+
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_CUDA])]
+)
+@pytest.mark.parametrize(("dtype", "bits"), [(torch.bfloat16, 4), (torch.float16, 8), (torch.float32, 8)])
+def test_compiled_layers_have_the_integers_of_the_export(device, dtype, bits):
+    """With adapters. Without is_exact, Inductor omits the rounding to 16 bits: other scales and integers."""
+    torch.compiler.reset()
+    configure_compiler(any_length=False, is_exact=True)
+    generator = torch.Generator().manual_seed(0)
+    weight, a, b = (torch.randn(shape, generator=generator).to(device) for shape in ((256, 256), (4, 256), (256, 4)))
+
+    def compute(weight, a, b):
+        return quantize(_merge(weight, a, b, 2.0, dtype), FakeQuantizer(bits, False, 32, dtype))
+
+    for compiled, expected in zip(torch.compile(compute)(weight, a, b), compute(weight, a, b), strict=True):
+        assert torch.equal(compiled, expected)

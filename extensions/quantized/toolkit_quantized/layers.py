@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from toolkit.errors import require_option
-from toolkit.models.config import Fields, ModelConfig
+from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
 from toolkit.models.lora_layers import AdaptedLayer, LoRALinear, replace_linear
 from toolkit.models.mixed_mm import matmul_dtype
@@ -126,10 +126,10 @@ def describe(config: ModelConfig) -> str:
     return f"linear layers compute with {weights} weights in groups of {qat['group_size']}{inputs_text}"
 
 
-def freeze(model: GPT, device: torch.device | str, dtype: torch.dtype | None) -> Fields | None:
+def freeze(model: GPT, device: torch.device | str, dtype: torch.dtype | None) -> None:
     """Replace the weights by their quantized values on ``device`` in ``dtype``, one by one, with adapters merged.
 
-    Returns what the model still quantizes.
+    The config has what the model still quantizes.
     """
     qat = model.config.qat or {}
     *inputs, _ = qat["weights"].split("-")
@@ -139,7 +139,8 @@ def freeze(model: GPT, device: torch.device | str, dtype: torch.dtype | None) ->
         owner, _, own_name = name.rpartition(".")
         new_class = (QUANTIZED if inputs else (nn.Linear, StackedLinear))[isinstance(layer, StackedLinear)]
         replace_linear(model.get_submodule(owner), own_name, new_class, layer.weight)
-    return qat | {"weights": f"{inputs[0]}-none"} if inputs else None
+    model.config = replace(model.config, qat=qat | {"weights": f"{inputs[0]}-none"} if inputs else None)
+    model.note = type(model).note
 
 
 class _Product(torch.autograd.Function):
