@@ -19,12 +19,12 @@ from toolkit.cli import main
 from toolkit.data.tokenizer import train_bpe
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
-from toolkit.models.gpt import GPT
+from toolkit.models.gpt import build_model
 from toolkit.models.lora_config import LoRAConfig
 
 
 def write_other(folder, config: ModelConfig, seed: int = 5):
-    model = GPT(config)
+    model = build_model(config)
     initialize(model, seed)
     return write_base(folder, model)
 

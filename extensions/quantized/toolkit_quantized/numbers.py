@@ -1,4 +1,7 @@
-"""Integers and scales of quantized weights, equal to torchao's: the same in training, in files and in inference."""
+"""Integers and scales of quantized weights: the same in training, in files and in inference.
+
+They equal those of an IntxFakeQuantizer of torchao with its default scales, for a weight in the dtype of matmuls.
+"""
 
 from __future__ import annotations
 
