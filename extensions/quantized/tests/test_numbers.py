@@ -44,8 +44,9 @@ def test_a_layer_computes_as_torchao(weights):
     theirs.weight.data.copy_(ours.weight)
     outputs = []
     for layer in (ours, theirs):
-        x = torch.randn(2, 5, 256, generator=torch.Generator().manual_seed(1)).requires_grad_()
-        y = layer(x)
+        x = torch.randn(2, 5, 256, generator=torch.Generator().manual_seed(1))
+        x[0].clamp_(-2.9, 2.9)[:, :2] = torch.tensor([3.0, -3.0])  # clipped: both are half-way between two integers
+        y = layer(x.requires_grad_())
         (y * torch.arange(y.numel()).view_as(y).sin()).sum().backward()
         outputs.append((y, x.grad, layer.weight.grad))
     torch.testing.assert_close(*outputs, rtol=1e-6, atol=1e-6)

@@ -45,15 +45,15 @@ IDS = torch.arange(48).view(2, 24) * 7 % 128
 
 
 def build(qat: dict | None = INT4, lora: LoRAConfig | None = None, **sizes) -> GPT:
-    """Return an initialized model, with adapters that are not zero."""
+    """Return an initialized model, with biases and adapters that are not zero."""
     model = build_model(ModelConfig(**SIZES | sizes, qat=qat))
     initialize(model, seed=1)
     if lora is not None:
         add_lora(model, lora)
-        generator = torch.Generator().manual_seed(2)
-        for name, parameter in model.named_parameters():
-            if is_adapter(name):
-                parameter.data.normal_(0, 0.05, generator=generator)
+    generator = torch.Generator().manual_seed(2)
+    for name, parameter in model.named_parameters():
+        if is_adapter(name) or name.endswith(".bias"):
+            parameter.data.normal_(0, 0.05, generator=generator)
     return model
 
 
@@ -76,7 +76,7 @@ def merged(layer: nn.Module, adapters_on: bool = True) -> torch.Tensor:
     return torch.cat(rows, dim=-2)
 
 
-@pytest.mark.parametrize("sizes", [{}, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("sizes", [{"bias": True}, EXPERTS], ids=["dense", "experts"])
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
 def test_a_model_computes_as_a_plain_one_of_torchaos_weights(lora, sizes):
     """Loss, and gradients of everything that is trained; fused query, key and value with two adapters."""
