@@ -44,7 +44,9 @@ def configure_compiler(any_length: bool, is_exact: bool) -> None:
     """
     torch._dynamo.config.specialize_float = True
     inductor = torch._inductor.config
-    inductor.emulate_precision_casts = inductor.eager_numerics.division_rounding = is_exact
+    inductor.emulate_precision_casts = is_exact
+    if hasattr(inductor, "eager_numerics"):  # not in all versions of torch
+        inductor.eager_numerics.division_rounding = is_exact
     if any_length:
         torch.fx.experimental._config.use_duck_shape = False
 
