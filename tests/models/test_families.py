@@ -6,7 +6,7 @@ import torch
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import config_from_hf, family_of, get_config
-from toolkit.models.gpt import GPT
+from toolkit.models.gpt import GPT, model_on_meta
 
 
 def test_exported_vocab_size_is_the_padded_one():
@@ -154,3 +154,11 @@ def test_gpt_oss_that_transformers_cannot_express_is_rejected():
         config = dataclasses.replace(get_config("gpt-oss-20b"), **{field: value})
         with pytest.raises(UserError, match=f"^{message}"):
             family_of(config).to_hf_config(config)
+
+
+def test_a_family_with_a_model_class_is_not_built_as_gpt():
+    """Its weights and forward pass would be those of another architecture."""
+    config = get_config("gemma-4-E2B").with_vocab_size(64)
+    with pytest.raises(UserError, match="family gemma4_text: has a model class; use toolkit.models.gpt.build_model"):
+        GPT(config)
+    assert type(model_on_meta(config)) is not GPT

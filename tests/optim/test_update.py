@@ -26,7 +26,7 @@ from toolkit.errors import GuardError
 from toolkit.models import attention_dispatch, attention_kernels, loss
 from toolkit.models.block import Block
 from toolkit.models.families import config_from_hf, get_config
-from toolkit.models.gpt import GPT
+from toolkit.models.gpt import GPT, build_model
 from toolkit.models.lora import add_lora
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.optim.classes import build_optimizer, resolve_optimizer
@@ -169,7 +169,7 @@ def test_host_waits_once_per_step_for_every_family(fabric, monkeypatch, every):
     monkeypatch.setattr(loss, "_replace_inexact", lambda *_: None)
 
     def check(name):
-        model = GPT(config_from_hf(json.loads(HF_CONFIGS[name]().to_json_string())))
+        model = build_model(config_from_hf(json.loads(HF_CONFIGS[name]().to_json_string())))
         if name == "llama":
             add_lora(model, LoRAConfig(dora=True))
         wrapped, optimizer = fabric.setup(model, adamw(model))

@@ -85,6 +85,8 @@ class GPT(nn.Module, metaclass=InitializedModel):
         super().__init__()
         if config.padded_vocab_size is None:
             raise ValueError(f"the model configuration {config.name!r} has no vocab_size; set it from the tokenizer")
+        if not isinstance(self, family_of(config).model_class() or GPT):
+            raise UserError(f"family {config.family}: has a model class; use toolkit.models.gpt.build_model")
         self.config = config
         self.execution = Execution(seed)
         self.loss_part_sums: dict[str, Tensor] = {}

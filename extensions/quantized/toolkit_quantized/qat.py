@@ -59,19 +59,9 @@ def configure(args: RunArgs, precision: str, config: ModelConfig | None) -> Mode
     qat = initial | {name: value for name, value in asdict(options).items() if value is not None}
     if qat["weights"] == "none":
         return config and replace(config, qat=None)
-    lora = args.lora
-    for flag, is_used in {
-        f"--quantize {args.quantize}": args.quantize is not None,
-        f"--train.fp8 {args.train.fp8}": args.train.fp8 != "none",
-        f"--tensor_parallel_size {args.tensor_parallel_size}": args.tensor_parallel_size > 1,
-        f"--compiler {args.compiler}": args.compiler not in ("auto", "none", "torch"),
-        f"--strategy {args.strategy}": args.strategy not in ("auto", "single", "ddp", "fsdp"),
-        "--lora_dora true": lora is not None and lora.dora,
-        f"--lora_dropout {lora and lora.dropout}": lora is not None and lora.dropout > 0,
-        "a model from Python": args.module is not None,
-    }.items():
-        fix = "one of them" if options.weights else "it, or set --qat.weights none: the checkpoint has this format"
-        require_option(not is_used, "qat.weights", qat["weights"], f"is not supported with {flag}; remove {fix}")
+    from toolkit_quantized.checks import require_supported
+
+    require_supported(args, qat["weights"], is_set=options.weights is not None)
     assert config is not None
     from toolkit.models.gpt import model_on_meta
 
