@@ -33,19 +33,27 @@ def test_average_equals_numpy_mean_and_evaluates(corpus, tmp_path, capsys):
 
 def test_what_cannot_be_averaged_is_one_line(tmp_path, refusal):
     first = make_checkpoint(tmp_path / "first")
-    other, half, tokens = (tmp_path / name for name in ("other", "half", "tokens"))
-    for folder in (other, half, tokens):
+    other, half, tokens, int4, int8 = (tmp_path / name for name in ("other", "half", "tokens", "int4", "int8"))
+    for folder in (other, half, tokens, int4, int8):
         shutil.copytree(first, folder)
     write_model_config(replace(CONFIG, norm_eps=1e-3), other / "model_config.yaml")
+    for folder, group_size in ((int4, 32), (int8, 16)):
+        qat = {"weights": folder.name, "group_size": group_size, "dtype": "float32"}
+        write_model_config(replace(CONFIG, qat=qat), folder / "model_config.yaml")
     weights = {name: tensor.bfloat16() for name, tensor in load_weights(first).items()}
     save_weights(weights, half / "lit_model.pth")
     (tokens / "tokenizer.json").write_text("{}")
-    for folder in (other, half, tokens):
+    for folder in (other, half, tokens, int4, int8):
         seal(folder)
+    formats = [
+        f"--qat.weights {kind} --qat.group_size {size} in float32" for kind, size in (("int8", 16), ("int4", 32))
+    ]
     for out, sources, message in [
         ("new", [first], "--checkpoint_dirs"),
         ("first", [first, first], "already exists and is not empty"),
         ("new", [first, other], "norm_eps is 0.001"),
+        ("new", [int4, int8], f"was trained with {formats[0]}, but {int4} with {formats[1]}; give"),
+        ("new", [first, int8], f"was trained with {formats[0]}, but {first} without --qat.weights; give"),
         ("new", [first, half], "torch.bfloat16, but torch.float32"),
         ("new", [first, tokens], "tokenizer.json differs"),
         ("new", [first, tmp_path / "none"], "no such folder"),

@@ -15,6 +15,7 @@ from toolkit.checkpoints.scratch import mmap_copy
 from toolkit.checkpoints.store import MTP, WEIGHTS, require_new_folder, write_model_folder
 from toolkit.data.tokenizer import FILE_PATTERNS
 from toolkit.errors import UserError
+from toolkit.models.config import Fields
 from toolkit.models.gpt import model_on_meta
 
 _TOKENIZER = ("tokenizer.json", "tokenizer.model")
@@ -63,8 +64,15 @@ def _require_same_model(first: Path, folder: Path) -> None:
     for key in sorted(expected.keys() | values.keys()):
         if expected.get(key) != values.get(key):
             difference = f"{key} is {values.get(key)}, but {expected.get(key)} in {first}"
+            if key == "qat":
+                difference = f"was trained {_qat_flags(values)}, but {first} {_qat_flags(expected)}"
             raise UserError(f"--checkpoint_dirs {folder}: {difference}; give checkpoints of one model")
     for name in _TOKENIZER:
         a, b = (path / name for path in (first, folder))
         if a.is_file() != b.is_file() or (a.is_file() and not filecmp.cmp(a, b, shallow=False)):
             raise UserError(f"--checkpoint_dirs {folder}: {name} differs from {first}'s; give checkpoints of one model")
+
+
+def _qat_flags(values: Fields) -> str:
+    flags = "with --qat.weights {weights} --qat.group_size {group_size} in {dtype}"
+    return flags.format(**values["qat"]) if "qat" in values else "without --qat.weights"
