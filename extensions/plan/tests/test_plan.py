@@ -58,6 +58,15 @@ def test_learning_rates(capsys):
     assert plan(capsys, *options[:-1], "--train.max_tokens", "1e6")["learning_rate"] is None
 
 
+def test_quantized_weights_are_named(capsys):
+    options = ["pretrain", "pico-llama", "--accelerator", "cpu"]
+    note = "linear layers compute with int4 weights in groups of 32"
+    assert plan(capsys, *options)["note"] is None
+    assert plan(capsys, *options, "--qat.weights", "int4")["note"] == note
+    assert main(["plan", *options, "--qat.weights", "int4"]) == 0
+    assert f"\n           {note}\nDevices " in capsys.readouterr().out
+
+
 def test_70b_model_takes_140_gb_in_16_bits(capsys):
     planned = plan(capsys, "finetune_lora", "meta-llama/Llama-2-70b-hf", "--train.max_seq_length", "512")
     assert planned["memory_gb"]["weights"] == pytest.approx(138, abs=2)

@@ -51,6 +51,7 @@ class RunPlan:
         memory: The memory of one device.
         units: Description of the FSDP units; None for other strategies.
         refusal: Why the run would refuse its data or its length; empty if it would not.
+        note: The model's note, such as how its weights are quantized; may be empty.
     """
 
     args: RunArgs
@@ -61,6 +62,7 @@ class RunPlan:
     memory: Memory
     units: str | None = None
     refusal: str = ""
+    note: str = ""
 
     @cached_property
     def compiler(self) -> tuple[str, str]:
@@ -174,7 +176,8 @@ def plan_resolved(args: RunArgs, config: ResolvedConfig, rows: Rows) -> RunPlan:
     if config.strategy.kind == "fsdp":
         part = model_of(model, args.lora, config.strategy.layout.tensor)
         units = describe_units(plan_units(part, config.fsdp, (Block,)), config.fsdp)
-    return RunPlan(args, config, rows, model, count_parameters(built), plan_memory(inputs, built), units)
+    memory = plan_memory(inputs, built)
+    return RunPlan(args, config, rows, model, count_parameters(built), memory, units, note=built.note)
 
 
 def require_memory(config: ResolvedConfig, model: GPT) -> None:

@@ -54,6 +54,7 @@ def plan_summary(plan: Any, device_memory_gb: float | None, node_memory_gb: floa
     return {
         "command": config.args.command,
         "model": plan.model.name,
+        "note": plan.note or None,
         "device": config.devices.device,
         "devices": config.devices.devices,
         "num_nodes": config.devices.num_nodes,
@@ -146,6 +147,7 @@ def format_plan(summary: Values) -> str:
     lines = [
         f"Model      {summary['model']}: {counts['total']:,} parameters, {counts['trained']:,} trained, "
         f"{counts['matmul']:,} in matrix products",
+        *([f"           {note}"] if (note := summary["note"]) else []),
         f"Devices    {where}, {summary['precision']}, {summary['optimizer']}",
         *([f"           {_TF32}"] if summary["precision"] == "32-true" and summary["has_tf32"] else []),
         *([f"Preset     {summary['preset']}"] if summary["preset"] else []),
