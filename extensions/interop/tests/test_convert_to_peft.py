@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from helpers.sealing import seal
 from tests.checkpoints.test_adapters import make, write_adapted, write_base
 from tests.commands.test_merge_lora import add_companions
 from tests.models.test_lora import base, stir, tokens
-from toolkit.checkpoints.folder import load_model
+from toolkit.checkpoints.folder import load_model, read_model_config, write_model_config
 from toolkit.checkpoints.hf.origin import ORIGIN_FILE
 from toolkit.cli import main
 from toolkit.io.safe_parse import write_yaml
@@ -108,6 +109,18 @@ def test_missing_base_is_reported_as_not_verified(tmp_path, capsys):
     assert main(["convert_to_peft", str(folder), str(tmp_path / "peft")]) == 0
     assert "base not verified: its folder no longer exists" in capsys.readouterr().out
     assert named_base(tmp_path / "peft") == str(base_dir)
+
+
+def test_a_quantized_base_is_exported_as_the_adapters_know_it(tmp_path, capsys):
+    """Before quantization, which convert_to_hf does not write by default."""
+    base_dir, folder, _ = make(tmp_path)
+    command = ["convert_to_peft", str(folder), "--verify_checkpoint", "false"]
+    assert main([*command, str(tmp_path / "plain")]) == 0
+    assert f"`toolkit convert_to_hf {base_dir} DIR` writes" in capsys.readouterr().err
+    qat = {"weights": "int4", "group_size": 32, "dtype": "float32"}
+    write_model_config(replace(read_model_config(base_dir), qat=qat), base_dir / "model_config.yaml")
+    assert main([*command, str(tmp_path / "quantized")]) == 0
+    assert f"`toolkit convert_to_hf {base_dir} DIR --quantize none` writes" in capsys.readouterr().err
 
 
 def test_all_tokenizer_files_are_copied(tmp_path):

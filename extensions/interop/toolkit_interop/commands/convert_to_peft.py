@@ -28,6 +28,7 @@ def setup(
             in HF_TOKEN, or from `hf auth login`.
         private: Visibility of the repository; false makes it public.
     """
+    from toolkit.checkpoints.find import CONFIG, read_settings
     from toolkit.checkpoints.folder import find_checkpoint_dir, require_intact_model
     from toolkit.checkpoints.hf.push import push_folder, require_target
     from toolkit_interop.peft.export_peft import export_peft
@@ -40,10 +41,12 @@ def setup(
     print(f"wrote {out_dir}")
     print(f"base_model_name_or_path: {exported.base}")
     if not exported.has_known_base:
+        # adapters belong to the weights before quantization
+        options = " --quantize none" if read_settings(Path(exported.base), CONFIG).get("qat") else ""
         notice(
             f"warning: transformers cannot load {exported.base}, and no Hugging Face model is recorded for it; set "
             f"base_model_name_or_path in {out_dir}/adapter_config.json to its hub name or folder; "
-            f"`toolkit convert_to_hf {shell_word(exported.base)} DIR` writes such a folder"
+            f"`toolkit convert_to_hf {shell_word(exported.base)} DIR{options}` writes such a folder"
         )
     if exported.wrapper_type is not None:
         print(
