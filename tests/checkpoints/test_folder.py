@@ -188,7 +188,7 @@ def test_find_checkpoint_dir(tmp_path, monkeypatch):
     save(tmp_path / "run" / "final", LLAMA)
     for name in ("hub", "small"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").touch()
+        (tmp_path / name / "config.json").write_text("{}")
     save(tmp_path / "checkpoints" / "small", LLAMA)
     assert find_checkpoint_dir("run/final").resolve() == tmp_path / "run" / "final"
     assert find_checkpoint_dir("meta/small").resolve() == tmp_path / "checkpoints" / "meta" / "small"

@@ -28,11 +28,10 @@ def find_checkpoint_dir(value: str | Path, option: str = "checkpoint_dir") -> Pa
             raise UserError(
                 f"{option} {value}: no such folder, also not below checkpoints/; {_suggest_folder(path.parent)}"
             )
-        is_hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+", str(value)) and not str(value).startswith(".")
-        name = value if is_hub_name else "ORGANIZATION/NAME"
+        is_hub_name = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(value))
         raise UserError(
             f"{option} {value}: no such folder, also not below checkpoints/; to fetch a model from the hub, run "
-            f"`toolkit download {name}`"
+            f"`toolkit download {value if is_hub_name else 'ORGANIZATION/NAME'}`"
         )
     if not (folder / CONFIG).is_file():
         if (folder / WEIGHTS).exists():
@@ -63,10 +62,16 @@ def is_hf_folder(folder: str | Path) -> bool:
 
 
 def _suggest_folder(folder: Path) -> str:
-    """Return a suggestion for the error message about a folder without a model."""
+    """Return a suggestion for the error message about a folder without a model.
+
+    Raises UserError if it is a Hugging Face folder that cannot be imported.
+    """
     converted = "checkpoints" / folder
-    if model := newest(folder) or (converted if (converted / CONFIG).is_file() else None):
+    if model := newest(folder) or ((converted / CONFIG).is_file() and converted):
         return f"did you mean {model}?"
     if (folder / "config.json").is_file():
+        from toolkit.checkpoints.hf.reader import require_supported_format
+
+        require_supported_format(folder)
         return f"run `toolkit convert_from_hf {folder} checkpoints/{folder.resolve().name}` first"
     return f"a run's models are in its step-* and {FINAL} folders"

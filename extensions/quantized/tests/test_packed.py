@@ -305,3 +305,4 @@ def test_a_packed_folder_is_imported_after_transformers_made_it_dense(trained, t
     assert main(["convert_from_hf", str(tmp_path / "dense"), str(tmp_path / "again")]) == 0
     imported, ours = load_model(tmp_path / "again").state_dict(), load_model(trained).state_dict()
     assert all(torch.equal(imported[name], tensor) for name, tensor in ours.items())
+    assert refusal("evaluate", tmp_path / "hf").partition(": ")[2] == line.partition(": ")[2]

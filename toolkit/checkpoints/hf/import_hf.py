@@ -20,7 +20,7 @@ from toolkit.checkpoints.hf.export_hf import to_hf_names
 from toolkit.checkpoints.hf.files import Dequantized, Weight, close
 from toolkit.checkpoints.hf.mtp import on_meta, write_mtp
 from toolkit.checkpoints.hf.origin import ORIGIN_FILE
-from toolkit.checkpoints.hf.reader import CONFIG, find_weights, quantized_bits
+from toolkit.checkpoints.hf.reader import CONFIG, find_weights, require_supported_format
 from toolkit.checkpoints.hf.sums import require_intact
 from toolkit.checkpoints.merge import copy_files
 from toolkit.checkpoints.scratch import mmap_copy
@@ -143,16 +143,7 @@ def read_hf_config(hf_dir: Path, name: str) -> ModelConfig:
         if (hf_dir / WEIGHTS).exists():
             hint = f"it is already a checkpoint folder (it has {WEIGHTS})"
         raise UserError(f"hf_dir {hf_dir}: holds no {CONFIG}; {hint}")
-    values = read_json_object(hf_dir / CONFIG)
-    if (quantization := values.get("quantization_config")) and quantized_bits(values) is None:
-        method = quantization.get("quant_method", quantization) if isinstance(quantization, dict) else quantization
-        is_packed = method == "compressed-tensors"  # has no dequantize() in transformers
-        load = "load it with CompressedTensorsConfig(dequantize=True)" if is_packed else "load it, dequantize()"
-        raise UserError(
-            f"{hf_dir / CONFIG}: quantization_config: weights quantized by {method!r} are not supported, only 'mxfp4', "
-            "and 'fp8' with a weight_block_size; get the 16-bit model, or convert it with transformers: "
-            f"{load}, save_pretrained()"
-        )
+    values = require_supported_format(hf_dir)
     try:
         config = config_from_hf(values)
     except UserError as error:

@@ -68,6 +68,21 @@ def quantized_bits(config_json: dict[str, Any]) -> float | None:
     return None if fp8.block_size(config_json) is None else fp8.BITS
 
 
+def require_supported_format(hf_dir: Path) -> dict[str, Any]:
+    """Return the content of ``config.json``. Raise UserError if the weights have an unsupported quantized format."""
+    values = read_json_object(hf_dir / CONFIG)
+    if (quantization := values.get("quantization_config")) and quantized_bits(values) is None:
+        method = quantization.get("quant_method", quantization) if isinstance(quantization, dict) else quantization
+        is_packed = method == "compressed-tensors"  # has no dequantize() in transformers
+        load = "load it with CompressedTensorsConfig(dequantize=True)" if is_packed else "load it, dequantize()"
+        raise UserError(
+            f"{hf_dir / CONFIG}: quantization_config: weights quantized by {method!r} are not supported, only 'mxfp4', "
+            "and 'fp8' with a weight_block_size; get the 16-bit model, or convert it with transformers: "
+            f"{load}, save_pretrained()"
+        )
+    return values
+
+
 def read_index(path: Path) -> dict[str, str]:
     """Read a weight index: {tensor name: file in the same folder}."""
     where = read_json_object(path).get("weight_map")
