@@ -13,7 +13,7 @@ from helpers.tiny_configs import HF_CONFIGS
 from helpers.tiny_models import randomize, relative_error, token_ids
 from safetensors.torch import load_file
 from toolkit_metric.tasks import open_hf_folder
-from toolkit_quantized import layers
+from toolkit_quantized import layers, packing
 from toolkit_quantized.packing import Packing, pack_integers
 from torch.nn import functional as F
 
@@ -224,6 +224,20 @@ def test_a_wrong_integer_or_scale_is_found(damage, trained, tmp_path, monkeypatc
     assert not (tmp_path / "hf").exists()
 
 
+def test_other_logits_of_the_same_weights_are_found(trained, tmp_path, monkeypatch, capsys):
+    load = packing.load_with_transformers
+
+    def load_with_another_norm(*args):
+        model = load(*args)
+        model.model.norm.variance_epsilon *= 2
+        return model
+
+    monkeypatch.setattr(packing, "load_with_transformers", load_with_another_norm)
+    assert main(["convert_to_hf", str(trained), str(tmp_path / "hf"), "--verify", "true"]) == 3
+    assert "transformers computes other logits with the quantized weights: " in capsys.readouterr().err
+    assert not (tmp_path / "hf").exists()
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("width", [32, 33, 37, 6])
 def test_integers_are_packed_as_by_compressed_tensors(bits, width):
@@ -248,8 +262,7 @@ def test_a_mixed_run_has_the_same_integers_in_both_dtypes(tiny_models, tmp_path)
 @pytest.mark.parametrize("kind", ["int4", "int8", "int8-int4"])
 def test_a_folder_has_the_format_that_compressed_tensors_infers(kind, tiny_models):
     """vLLM knows rounded inputs in this format only."""
-    packing = Packing(read_model_config(tiny_models["qwen2"].native), kind, torch.bfloat16)
-    config = packing.config
+    config = Packing(read_model_config(tiny_models["qwen2"].native), kind, torch.bfloat16).config
     group = config["config_groups"]["group_0"]
     inferred = compressed_tensors.infer_module_format(torch.nn.Linear, quantization.QuantizationScheme(**group))
     assert config["format"] == group["format"] == inferred.value
