@@ -36,7 +36,8 @@ class Packing:
     def __init__(self, model: ModelConfig, kind: str, dtype: torch.dtype) -> None:
         qat, name = model.qat or {}, str(dtype).removeprefix("torch.")
         is_trained = bool(qat) and kind in ("dense", qat["weights"])
-        require_option(is_trained or kind != "dense", "quantize", kind, "the model was not trained with --qat.weights")
+        hint = "the model was not trained with --qat.weights; use int4, int8 or none"
+        require_option(is_trained or kind != "dense", "quantize", kind, hint)
         if not is_trained:
             qat = {"weights": kind, "group_size": GROUP_SIZE, "dtype": name}
         hint = f"would round the scales, which were trained in {qat['dtype']}; remove it"
@@ -47,8 +48,9 @@ class Packing:
         self.note = f"{qat['weights']} weights in groups of {qat['group_size']}, {how}"
         self._layers = {f"{name}.weight": layer for name, layer in quantized_layers(model_on_meta(model))}
         for name, layer in self._layers.items():
-            hint = f"{name} has {layer.in_features} input features, which groups of {qat['group_size']} do not divide"
-            require_option(layer.in_features % qat["group_size"] == 0, "quantize", kind, f"{hint}; remove it")
+            hint = f"{name} has {layer.in_features} input features, which groups of {GROUP_SIZE} weights do not divide"
+            fix = "remove it, or train with another --qat.group_size"
+            require_option(layer.in_features % qat["group_size"] == 0, "quantize", kind, f"{hint}; {fix}")
         self._widths = {
             hf: self._layers[entry.native[0]].in_features
             for entry in family_of(model).weight_map(model)
