@@ -181,10 +181,10 @@ def test_what_is_exported_is_said(trained, tiny_models, tmp_path, capsys):
         notes.append((quantization, config and config["config_groups"]["group_0"]["weights"]["num_bits"]))
     assert notes == [
         ("int4 weights in groups of 32, as they were trained", 4),
-        ("int8 weights in groups of 32, rounded to nearest, without training", 8),
+        ("int8 weights in groups of 32, without training: weights are rounded to nearest", 8),
         ("int4 weights in groups of 32, as they were trained", None),
         ("weights before quantization, of a model trained to compute with int4", None),
-        ("int4 weights in groups of 32, rounded to nearest, without training", 4),
+        ("int4 weights in groups of 32, without training: weights are rounded to nearest", 4),
     ]
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("3", "2"))
     name = "model.layers.0.mlp.down_proj.weight"
@@ -296,9 +296,12 @@ def test_rounded_inputs_are_exported_and_only_weights_verified(tiny_models, tmp_
     """transformers rounds x / scale, torchao x * (1 / scale): a value that lies between two integers may differ."""
     folder = with_qat(tmp_path / "m", tiny_models["llama-grouped-tied"].native, "int8-int4", 32)
     export_hf(folder, tmp_path / "hf", check=lambda exported: assert_verified(folder, exported))
-    assert "note: rounded inputs change transformers' logits by " in capsys.readouterr().err
+    notes = capsys.readouterr().err
+    assert "note: rounded inputs change transformers' logits by " in notes
+    assert "note: int4 weights in groups of 32 and inputs rounded to int8 per token, as they were trained\n" in notes
     export_hf(folder, tmp_path / "dense", quantize="dense")
-    assert "as they were trained; inputs are not rounded\n" in capsys.readouterr().err
+    note = "note: int4 weights in groups of 32, as they were trained; inputs are not rounded\n"
+    assert capsys.readouterr().err == note
     inputs = read_json_object(tmp_path / "hf" / "config.json")["quantization_config"]["config_groups"]["group_0"]
     assert inputs["input_activations"]["strategy"] == "token"
     ours, theirs = load_model(folder).eval()(token_ids()), decompressed(tmp_path / "hf")(token_ids()).logits
@@ -312,10 +315,10 @@ def test_a_packed_folder_is_imported_after_transformers_made_it_dense(trained, t
     export_hf(trained, tmp_path / "hf")
     line = refusal("convert_from_hf", tmp_path / "hf", tmp_path / "again")
     assert "weights quantized by 'compressed-tensors' are not supported" in line and "CompressedTensorsConfig" in line
+    assert refusal("evaluate", tmp_path / "hf").partition(": ")[2] == line.partition(": ")[2]
     dense = transformers.CompressedTensorsConfig(dequantize=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", quantization_config=dense)
     model.save_pretrained(tmp_path / "dense")
     assert main(["convert_from_hf", str(tmp_path / "dense"), str(tmp_path / "again")]) == 0
     imported, ours = load_model(tmp_path / "again").state_dict(), load_model(trained).state_dict()
     assert all(torch.equal(imported[name], tensor) for name, tensor in ours.items())
-    assert refusal("evaluate", tmp_path / "hf").partition(": ")[2] == line.partition(": ")[2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import redirect_stderr
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from toolkit.models.families import family_of
 from toolkit.models.gpt import model_on_meta
 from toolkit.models.quantize import quantized_layers
 from toolkit.models.quantizer import NamedTensors
+from toolkit_quantized.layers import describe
 from toolkit_quantized.numbers import FakeQuantizer, dequantize, quantize
 from toolkit_quantized.qat import GROUP_SIZE
 
@@ -43,9 +45,13 @@ class Packing:
         hint = f"would round the scales, which were trained in {qat['dtype']}; remove it"
         require_option(name in ("float32", qat["dtype"]), "dtype", name, hint)
         self.quantizer, self.kind, self.dtype = FakeQuantizer.of(qat), kind, dtype
-        how = "as they were trained" if is_trained else "rounded to nearest, without training"
-        how += "; inputs are not rounded" * (kind == "dense" and self.quantizer.rounds_inputs)
-        self.note = f"{qat['weights']} weights in groups of {qat['group_size']}, {how}"
+        how = "as they were trained" if is_trained else "without training: weights are rounded to nearest"
+        stored = qat
+        if kind == "dense":
+            *inputs, weights = qat["weights"].split("-")
+            stored = qat | {"weights": weights}
+            how += "; inputs are not rounded" * len(inputs)
+        self.note = f"{describe(replace(model, qat=stored)).removeprefix('linear layers compute with ')}, {how}"
         self._layers = {f"{name}.weight": layer for name, layer in quantized_layers(model_on_meta(model))}
         for name, layer in self._layers.items():
             hint = f"{name} has {layer.in_features} input features, which groups of {GROUP_SIZE} weights do not divide"
