@@ -20,6 +20,7 @@ from toolkit_interop.gguf.export_gguf import export_gguf
 
 from tests.checkpoints.test_adapters import LLAMA, make, tokens
 from toolkit.checkpoints.folder import load_model, read_model_config, write_model_config, write_model_files
+from toolkit.checkpoints.weights import save_weights
 from toolkit.cli import main
 from toolkit.data.tokenizer import Tokenizer, collect_characters, train_bpe
 from toolkit.errors import UserError
@@ -273,13 +274,49 @@ def test_command(tmp_path, tiny_models, capsys, refusal, monkeypatch):
     assert "convert_to_gguf: needs gguf; run: pip install 'gguf>=0.18'" in refusal(*command[:2], tmp_path / "d.gguf")
 
 
-def test_weights_of_quantization_aware_training_have_a_note(tmp_path, tiny_models):
-    folder = checkpoint(tiny_models, "llama", tmp_path / "m")
-    qat = {"weights": "int8-int4", "group_size": 32, "dtype": "float32"}
+def with_qat(folder: Path, weights: str, dtype: str = "float32") -> Path:
+    """Make a model as if it had been trained with --qat.weights."""
+    qat = {"weights": weights, "group_size": 32, "dtype": dtype}
     write_model_config(dataclasses.replace(read_model_config(folder), qat=qat), folder / "model_config.yaml")
-    for dtype, reason in {"Q4_0": "Q4_0 rounds otherwise", "F16": "the weights before quantization"}.items():
-        (note,) = export_gguf(folder, tmp_path / dtype / "x.gguf", dtype)
-        assert note.startswith(f"note: {reason}") and note.endswith("; the model was trained to compute with int8-int4")
+    return folder
+
+
+@pytest.mark.parametrize("trained_in", ["float32", "bfloat16"])
+def test_weights_of_quantization_aware_training_are_those_of_inference(trained_in, tmp_path, tiny_models):
+    folder = with_qat(checkpoint(tiny_models, "llama", tmp_path / "m"), "int8-int4", trained_in)
+    plain = checkpoint(tiny_models, "llama", tmp_path / "plain")
+    trained = "note: int4 weights in groups of 32, as they were trained; inputs are not rounded"
+    rounded = {"F32": "", "F16": "; rounded to F16", "BF16": "; rounded to BF16"}
+    before = {dtype: export(plain, tmp_path / f"{dtype}-before", dtype)[1] for dtype in rounded}
+    save_weights(load_model(folder).state_dict(), plain / "lit_model.pth")
+    for dtype, suffix in rounded.items():
+        (note,), tensors = export(folder, tmp_path / dtype, dtype)
+        expected = export(plain, tmp_path / f"{dtype}-quantized", dtype)[1]
+        assert note == trained + suffix
+        assert tensors.keys() == expected.keys()
+        assert all((tensors[name] == expected[name]).all() for name in tensors)
+        assert any((tensors[name] != before[dtype][name]).any() for name in tensors)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weights", "reason"),
+    [
+        ("Q4_0", "int4", "training with int4 (signed maximum / -8 instead of largest magnitude / 7.5); toolkit"),
+        ("Q4_0", "int8", "training with int8; toolkit"),
+        ("Q8_0", "int4", "training with int4; toolkit"),
+    ],
+)
+def test_types_that_round_weights_otherwise_say_so(dtype, weights, reason, tmp_path, tiny_models):
+    folder = checkpoint(tiny_models, "llama", tmp_path / "m")
+    plain = export(folder, tmp_path / "plain", dtype)[1]
+    (note,), tensors = export(with_qat(folder, weights), tmp_path / "quantized", dtype)
+    assert note == f"note: {dtype} rounds the weights otherwise than {reason} convert_to_hf writes the trained numbers"
+    assert all((tensors[name] == plain[name]).all() for name in plain)
+
+
+def export(folder: Path, out: Path, dtype: str):
+    notes = export_gguf(folder, out / "x.gguf", dtype)
+    return notes, {name: values for name, (_, values) in read_tensors(out / "x.gguf").items()}
 
 
 def test_merge_true_exports_merged_weights(tmp_path, capsys, refusal):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from toolkit.checkpoints.adapters import has_adapters_only
 from toolkit.checkpoints.finite import nonfinite_tensors, warn_nonfinite
-from toolkit.checkpoints.hf.export_hf import complete_weight_map, read_model
+from toolkit.checkpoints.hf.export_hf import complete_weight_map, make_packing, read_model
 from toolkit.checkpoints.scratch import trim_after
 from toolkit.checkpoints.store import write_file
 from toolkit.data.tokenizer import Tokenizer
@@ -58,12 +58,10 @@ def export_gguf(
     if (context := architecture.context_length(config)) < config.block_size:
         reason = f"llama.cpp has no sliding windows for {config.family}: the context is limited to the window"
         notes.append(f"note: {reason}, {context} of {config.block_size} tokens")
-    if config.qat:
-        reason = f"{dtype} rounds otherwise (Q4_0: signed maximum / -8, trained: largest magnitude / 7.5 for int4)"
-        if dtype.endswith(("32", "16")):
-            reason = "the weights before quantization"
-        notes.append(f"note: {reason}; the model was trained to compute with {config.qat['weights']}")
     meta = {name: torch.empty_like(tensor, device="meta") for name, tensor in weights.items()}
+    if config.qat is not None:
+        weights, note = _quantized_values(config, weights, dtype)
+        notes.append(f"note: {note}")
     shapes, tensors = (_to_gguf_names(config, maps, source) for source in (meta, weights))
 
     def write(tmp: Path) -> None:
@@ -72,6 +70,25 @@ def export_gguf(
 
     write_file(out_path, write, flag="out_path")
     return notes
+
+
+def _quantized_values(
+    config: ModelConfig, weights: Mapping[str, Tensor], dtype: str
+) -> tuple[Mapping[str, Tensor], str]:
+    """Return the weights to write of a model that was trained with quantized weights, and a note.
+
+    4-bit types lose less from the weights before quantization (measured with Q4_0 and MXFP4).
+    """
+    assert config.qat is not None
+    trained = config.qat["weights"]
+    if dtype in ("F32", "F16", "BF16"):
+        packing = make_packing(config, "dense", weights["transformer.wte.weight"].dtype)
+        assert packing is not None
+        return packing.dense(weights), packing.note + f"; rounded to {dtype}" * (dtype != "F32")
+    scale = " (signed maximum / -8 instead of largest magnitude / 7.5)"
+    scale *= dtype == "Q4_0" and trained.endswith("int4")
+    note = f"{dtype} rounds the weights otherwise than training with {trained}{scale}"
+    return weights, f"{note}; toolkit convert_to_hf writes the trained numbers"
 
 
 def _write_modelfile(out_path: Path, tokenizer: Tokenizer) -> list[str]:
