@@ -21,17 +21,17 @@ ROOT = Path(__file__).parents[1]
 # Tokens of the core and of each built-in extension. Who raises a line says in the commit why no code could go instead.
 # After a cut, lower it: `python tests/test_packaging.py` prints the table as it is now, rounded up to the next hundred.
 BUDGET = {
-    "toolkit": 314_850,
+    "toolkit": 314_900,
     "doctor": 11_400,
     "launch": 3_500,
     "serve": 9_300,
     "report": 10_300,
     "foreign": 3_800,
     "metric": 13_150,
-    "interop": 13_500,
+    "interop": 13_650,
     "align": 11_400,
-    "plan": 28_400,
-    "quantized": 4_200,
+    "plan": 28_450,
+    "quantized": 4_250,
 }
 
 
