@@ -19,7 +19,7 @@ from helpers.compare_runs import curve
 from helpers.small_runs import write_base
 from helpers.tiny_configs import HF_CONFIGS
 from toolkit_align.labels import Labeling
-from toolkit_align.reward import reward
+from toolkit_align.reward import _load_scorer, reward
 from toolkit_align.scoring import macro_f1, spearman
 
 from toolkit import load
@@ -502,6 +502,7 @@ def test_rewards_are_bradley_terry_s_and_one_curve(base, head, capsys):
         tokenizer=Tokenizer.load("base"), max_seq_length=64, kind=kind
     )
     expected = [score(every.train[i][0]) for i in range(len(rows))]
+    _load_scorer.cache_clear()  # of the other head, in another folder with this name
     scores = reward([row["chosen"] for row in rows], [None] * len(rows), prompts, "micro8/final")["reward"]
     assert scores == pytest.approx(expected, abs=1e-4)
     with open("answers.jsonl", "w") as file:
