@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 # Tokens of the core and of each built-in extension. Who raises a line says in the commit why no code could go instead.
 # After a cut, lower it: `python tests/test_packaging.py` prints the table as it is now, rounded up to the next hundred.
 BUDGET = {
-    "toolkit": 314_900,
+    "toolkit": 314_950,
     "doctor": 11_400,
     "launch": 3_500,
     "serve": 9_300,
@@ -31,7 +31,7 @@ BUDGET = {
     "interop": 13_650,
     "align": 11_400,
     "plan": 28_450,
-    "quantized": 4_250,
+    "quantized": 4_500,
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -15,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from toolkit.data.base import Report
 from toolkit.distributed import ranks
 from toolkit.distributed.device import without_cudnn_attention
+from toolkit.extension import require_single
 from toolkit.inference.cuda_graph import capture
 from toolkit.inference.sampling import Sampling, draw_uniforms, require_finite, sample
 from toolkit.models.gpt import GPT
@@ -227,9 +229,11 @@ def decode(decoder: Decoder, notice: Report, cuda_graph: bool) -> Generator[list
     device = decoder.ids.device
     step: Callable[[], object] = decoder.step
     done = n_yielded = 0
+    # weights that are quantized in each forward pass: once for all tokens
+    held: Any = require_single("quantizer", "--qat.weights").hold(model) if model.config.qat else nullcontext()
     try:
         while done < count:
-            with without_cudnn_attention():  # the length of the cache changes
+            with without_cudnn_attention(), held:  # the length of the cache changes
                 until = decoder.steps_with_fixed_factors(done)
                 if done == 0 or until == 0:
                     cache.position, n = None, 1
@@ -253,5 +257,6 @@ def decode(decoder: Decoder, notice: Report, cuda_graph: bool) -> Generator[list
                 yield tokens
             done += n
     finally:
+        del held  # an exception's traceback keeps this frame
         cache.position = cache.sequence_length = None
         cache.truncate(min(cache.length, decoder.width + n_yielded - 1))

@@ -1,6 +1,7 @@
 """What an extension's quantizer does: weights that are quantized in the forward pass and in exports."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -57,6 +58,14 @@ class Quantizer(Protocol):
         """Replace the weights by their quantized values on ``device`` in ``dtype``, one by one, and merge adapters.
 
         Change the config to what the model still quantizes, and remove the note.
+        """
+
+    def hold(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Quantize the weights of a GPT once, adapters merged, for many forward passes without gradients.
+
+        These use the quantized weights within the context, which may be entered again. The object has the copies; as
+        long as it is used, the weights must not change. A layer whose weight is sharded or whose copy does not fit into
+        memory quantizes in each forward pass.
         """
 
     def make_packing(self, config: ModelConfig, kind: str, dtype: torch.dtype) -> Packing:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from toolkit.errors import require_option
@@ -21,26 +22,32 @@ from toolkit.models.moe import LoRAStackedLinear, StackedLinear, grouped_outer_p
 from toolkit.models.quantize import quantized_layers
 from toolkit_quantized.numbers import FakeQuantizer, dequantize, quantize, round_inputs
 
+_MAX_SHARE = 0.8  # of a CUDA device's memory, for tensors with held weights
+
 
 class FakeQuantized(nn.Module):
     """A layer whose weight, (out, in) or (experts, out, in), is quantized in each forward pass."""
 
     weight: Any  # nn.Parameter
     weight_fake_quantizer: FakeQuantizer
+    held: Any = None
+    """By dtype of products, what to compute them with instead of the weight, see :class:`HeldWeights`."""
     adapted_by: ClassVar[Any]
 
     def product(self, x: Tensor, bias: Tensor | None = None, ends: Tensor | None = None) -> Tensor:
         """(..., in) -> (..., out); with ``ends``, see :class:`toolkit.models.moe.StackedLinear`."""
-        a, b, scaling = _adapters(self)
         x = x.to(matmul_dtype(x))
-        product: Tensor = _Product.apply(x, self.weight, a, b, bias, ends, scaling, self.weight_fake_quantizer)
+        held = self.held and self.held.get(x.dtype)
+        weight, a, b, scaling, quantizer = held or (self.weight, *_adapters(self), self.weight_fake_quantizer)
+        product: Tensor = _Product.apply(x, weight, a, b, bias, ends, scaling, quantizer)
         return product
 
     @torch.no_grad()
-    def quantized_weight(self) -> Tensor:
-        """Return the weight that the layer computes with, in the parameter's dtype."""
-        a, b, scaling = _adapters(self)
-        return _quantized(self.weight, a, b, scaling, self.weight_fake_quantizer)[0].to(self.weight.dtype)
+    def quantized_weight(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the weight that the layer computes with, by default in the parameter's dtype."""
+        with torch.autocast(self.weight.device.type, enabled=False):
+            dense, _ = _quantized(self.weight, *_adapters(self), self.weight_fake_quantizer)
+        return dense.to(dtype or self.weight.dtype)
 
 
 class FakeQuantizedLinear(FakeQuantized, nn.Linear):
@@ -141,6 +148,37 @@ def freeze(model: GPT, device: torch.device | str, dtype: torch.dtype | None) ->
         replace_linear(model.get_submodule(owner), own_name, new_class, layer.weight)
     model.config = replace(model.config, qat=qat | {"weights": f"{inputs[0]}-none"} if inputs else None)
     model.note = type(model).note
+
+
+class HeldWeights:
+    """Quantized weights of a model for many forward passes, see :class:`toolkit.models.quantizer.Quantizer`.
+
+    Each has the dtype of the run's products. Sharded weights, which each rank would hold complete, and those for which
+    a CUDA device has no room are left out.
+    """
+
+    def __init__(self, model: GPT) -> None:
+        self._held: dict[Any, Any] = {}
+        for layer in model.modules():
+            if not isinstance(layer, FakeQuantized) or isinstance(layer.weight, DTensor):
+                continue
+            quantizer = layer.weight_fake_quantizer
+            if quantizer.bits and _has_room(layer.weight):
+                weight = layer.quantized_weight(quantizer.dtype)
+                self._held[layer] = {quantizer.dtype: (weight, None, None, 1.0, replace(quantizer, bits=None))}
+
+    def __enter__(self) -> None:
+        for layer, held in self._held.items():
+            layer.held = held
+
+    def __exit__(self, *_: object) -> None:
+        for layer in self._held:
+            del layer.held  # as if it had never been set: otherwise compiled blocks would be compiled again
+
+
+def _has_room(weight: Tensor) -> bool:
+    """Whether a quantized copy of a weight leaves memory for the forward pass."""
+    return not weight.is_cuda or torch.cuda.memory_allocated() < _MAX_SHARE * torch.cuda.mem_get_info()[1]
 
 
 class _Product(torch.autograd.Function):

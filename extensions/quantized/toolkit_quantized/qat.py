@@ -75,6 +75,7 @@ __getattr__ = import_by_name(
     {
         "attach": "toolkit_quantized.layers.attach",
         "freeze": "toolkit_quantized.layers.freeze",
+        "hold": "toolkit_quantized.layers.HeldWeights",
         "make_packing": "toolkit_quantized.packing.Packing",
     },
 )
