@@ -21,6 +21,7 @@ _DESCRIPTIONS = {
     "recomputed_block": "backward pass of one block, with recomputed activations",
     "logits": "one chunk, and the head's gradient",
     "gathered_weights": "FSDP: all weights, unsharded, while answers are generated",
+    "held_weights": "quantized once for these answers",
     "kv_cache": "keys and values of these answers",
     "checkpoint_copy": "state that is being written (--train.async_save)",
     "context": "CUDA context and fragmentation, estimated",

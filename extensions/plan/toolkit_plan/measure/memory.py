@@ -14,6 +14,7 @@ from typing import Any
 from toolkit.distributed.stages import STAGES_PER_RANK
 from toolkit.models.flops import count_parameters
 from toolkit.models.gpt import GPT
+from toolkit.models.quantize import quantized_layers
 from toolkit.planning.meta_model import model_of
 from toolkit_plan.measure.gathered import FSDPMemory, fsdp_memory
 from toolkit_plan.measure.inputs import FP32, MemoryInputs
@@ -58,6 +59,7 @@ class Memory:
         logits: A chunk of logits, and the gradients of the head. With a frozen model, also its head, hidden states and
             logits.
         gathered_weights: FSDP's unsharded weights while the objective generates answers.
+        held_weights: Weights that are quantized once for these answers (--qat.weights).
         kv_cache: Keys and values of these answers.
         checkpoint_copy: On a CPU, the state copy that --train.async_save writes.
         device: "cuda", "cpu" or "mps".
@@ -88,6 +90,7 @@ class Memory:
     recomputed_block: float
     logits: float
     gathered_weights: float
+    held_weights: float
     kv_cache: float
     checkpoint_copy: float
     device: str
@@ -174,6 +177,9 @@ def plan_memory(inputs: MemoryInputs, model: GPT | None = None, step: StepMemory
     dequantized = 2 * max((p.numel for p in quantized), default=0)  # for a matmul
     frozen_weights, frozen_blocks = _frozen_bytes(inputs)
     gathered = fsdp.all_weights if inputs.gathers_weights else 0.0
+    held = 0.0
+    if inputs.kv_cache and inputs.config.qat and (gathered or inputs.strategy.kind != "fsdp"):
+        held = inputs.compute_bytes * sum(layer.weight.numel() for _, layer in quantized_layers(model))
     host = 0.0
     if inputs.strategy.offloads:
         host = frozen_weights + _sum_bytes(offloaded) + _sum_bytes(p for p in offloaded if p.is_trained)
@@ -193,6 +199,7 @@ def plan_memory(inputs: MemoryInputs, model: GPT | None = None, step: StepMemory
         recomputed_block=step.recomputed if inputs.activation_checkpointing != "none" else 0.0,
         logits=step.head,
         gathered_weights=gathered,
+        held_weights=held,
         kv_cache=inputs.kv_cache,
         checkpoint_copy=checkpoint_copy if is_on_host else 0.0,
         device=inputs.device,
@@ -200,7 +207,7 @@ def plan_memory(inputs: MemoryInputs, model: GPT | None = None, step: StepMemory
         gather_buffer=fsdp.buffer,
         elsewhere=fsdp.elsewhere + dequantized,
         frozen_forward=0.0 if inputs.frozen is None else frozen_blocks + step.frozen,
-        rollout=gathered + inputs.kv_cache + step.casts + gradients * is_ddp if inputs.kv_cache else 0.0,
+        rollout=gathered + held + inputs.kv_cache + step.casts + gradients * is_ddp if inputs.kv_cache else 0.0,
         host=host,
         host_copy=0.0 if is_on_host else checkpoint_copy,
     )
