@@ -31,7 +31,7 @@ BUDGET = {
     "interop": 13_650,
     "align": 11_400,
     "plan": 28_500,
-    "quantized": 4_500,
+    "quantized": 4_550,
 }
 
 

@@ -16,10 +16,9 @@ from torch.nn.utils.rnn import pad_sequence
 from toolkit.data.base import Report
 from toolkit.distributed import ranks
 from toolkit.distributed.device import without_cudnn_attention
-from toolkit.extension import require_single
 from toolkit.inference.cuda_graph import capture
 from toolkit.inference.sampling import Sampling, draw_uniforms, require_finite, sample
-from toolkit.models.gpt import GPT
+from toolkit.models.gpt import GPT, quantizer_of
 from toolkit.models.kv_cache import KVCache
 
 PREFILL = 512  # prompt tokens per forward pass, to bound the memory of the activations
@@ -230,7 +229,7 @@ def decode(decoder: Decoder, notice: Report, cuda_graph: bool) -> Generator[list
     step: Callable[[], object] = decoder.step
     done = n_yielded = 0
     # weights that are quantized in each forward pass: once for all tokens
-    held: Any = require_single("quantizer", "--qat.weights").hold(model) if model.config.qat else nullcontext()
+    held: Any = quantizer_of(model.config).hold(model) if model.config.qat else nullcontext()
     try:
         while done < count:
             with without_cudnn_attention(), held:  # the length of the cache changes

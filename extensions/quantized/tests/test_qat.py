@@ -290,7 +290,10 @@ def test_mistakes_are_one_line_before_data_is_read(folder, tmp_path, refusal, ca
         assert line.endswith(f"--qat.weights int4: is not supported with {text}; remove one of them\n"), line
     cache = ["--data.cache_dir", str(tmp_path / "cache")]
     line = refusal(*words(folder, "pretrain", *cache, "--qat.weights", "int8", "--qat.group_size", "24"))
-    assert "--qat.group_size 24: transformer.h.0.attn.qkv has 64 input features, which these groups do not" in line
+    assert (
+        "--qat.group_size 24: transformer.h.0.attn.qkv has 64 input features, which these groups do not divide; use 32"
+        in line
+    )
     line = refusal(*words(folder, "pretrain", *cache, "--qat.group_size", "16"))
     assert line == "toolkit pretrain: --qat.group_size 16: has no effect without --qat.weights int4\n"
     monkeypatch.setitem(sys.modules, "torchao", None)

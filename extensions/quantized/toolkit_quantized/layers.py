@@ -5,6 +5,7 @@ With adapters, the quantized weight is that of a merge: W + B A.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -115,9 +116,12 @@ def attach(model: GPT) -> None:
     Raises:
         UserError: The groups do not divide the width of a layer.
     """
-    quantizer = FakeQuantizer.of(model.config.qat or {})
-    for name, layer in quantized_layers(model):
-        hint = f"{name} has {layer.in_features} input features, which these groups do not divide; choose another size"
+    quantizer, layers = FakeQuantizer.of(model.config.qat or {}), quantized_layers(model)
+    common = math.gcd(*(layer.in_features for _, layer in layers))
+    for name, layer in layers:
+        hint = (
+            f"{name} has {layer.in_features} input features, which these groups do not divide; use {common & -common}"
+        )
         require_option(layer.in_features % quantizer.group_size == 0, "qat.group_size", quantizer.group_size, hint)
         owner, _, own_name = name.rpartition(".")
         new_class = QUANTIZED[isinstance(layer, StackedLinear)]
