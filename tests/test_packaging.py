@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 # Tokens of the core and of each built-in extension. Who raises a line says in the commit why no code could go instead.
 # After a cut, lower it: `python tests/test_packaging.py` prints the table as it is now, rounded up to the next hundred.
 BUDGET = {
-    "toolkit": 314_950,
+    "toolkit": 315_050,
     "doctor": 11_400,
     "launch": 3_500,
     "serve": 9_300,

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from toolkit.checkpoints.fingerprint import base_fingerprint
 from toolkit.checkpoints.folder import read_model_config, require_language_model
 from toolkit.config import AUTO, FSDPArgs, Precision, TrainArgs, none_if_auto
 from toolkit.data.base import choose_seq_length, trained_vocabulary
@@ -305,8 +306,8 @@ def choose_head(args: RunArgs, config: ModelConfig) -> ModelConfig:
 def read_reference_config(args: RunArgs, folder: Path, model: ModelConfig | None) -> ModelConfig:
     """Return the architecture of a teacher or reference. The initial checkpoint as reference quantizes as ``model``."""
     config = read_model_config(folder)
-    if model and args.objective.has_reference and folder == args.base_dir:
-        return replace(config, qat=model.qat)
+    if model and config.qat != model.qat and args.objective.has_reference and (base := args.base_dir):
+        return replace(config, qat=model.qat) if base_fingerprint(folder) == base_fingerprint(base) else config
     return config
 
 

@@ -31,7 +31,7 @@ from toolkit.training.model_spec import specify_frozen
 from toolkit_align.log_probs import REFERENCE, label_log_probs
 
 _FILE = "log_probs.npz"
-_CODE_VERSION = 2  # increment if the same model and rows give other values
+_CODE_VERSION = 3  # increment if the same model and rows give other values
 
 
 class _WithReference:
