@@ -36,7 +36,7 @@ from toolkit.extension import missing_message, registered
 from toolkit.io.safe_parse import read_yaml, write_yaml
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import families
-from toolkit.models.gpt import GPT, model_on_meta, quantizer_of
+from toolkit.models.gpt import GPT, model_on_meta
 from toolkit.models.head import pad_head
 from toolkit.models.lora_config import SCORE, LoRAConfig, is_adapter
 
@@ -155,7 +155,7 @@ def load_model(
     if is_quantized:
         require_option(quantize is None, "quantize", quantize, f"{model.note}, as they were trained; remove it")
         notice(f"note: {model.note}, as they were trained")
-        quantizer_of(model.config).freeze(model, device, dtype)
+        model.freeze_quantized(device, dtype)
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             tensor.data = tensor.data.to(device, None if is_adapter(name) else resolve_weight_dtype(name, dtype))
     pad_head(model)

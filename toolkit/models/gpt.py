@@ -113,6 +113,11 @@ class GPT(nn.Module, metaclass=InitializedModel):
     def make_block(self, config: ModelConfig, layer: int) -> Block:
         return Block(config, layer)
 
+    def freeze_quantized(self, device: torch.device | str, dtype: torch.dtype | None) -> None:
+        """Quantize the weights once, and merge the adapters of these layers: for inference."""
+        self.config = replace(self.config, qat=quantizer_of(self.config).freeze(self, device, dtype))
+        self.note = type(self).note
+
     def execute_with(self, **changes: Any) -> None:
         """Replace fields of :class:`toolkit.models.execution.Execution`."""
         self.execution = replace(self.execution, **changes)

@@ -54,10 +54,10 @@ class Quantizer(Protocol):
     def attach(self, model: nn.Module) -> None:
         """Quantize the weights of a GPT in its forward pass, as its config says. It may be on the meta device."""
 
-    def freeze(self, model: nn.Module, device: torch.device | str, dtype: torch.dtype | None) -> None:
+    def freeze(self, model: nn.Module, device: torch.device | str, dtype: torch.dtype | None) -> Fields | None:
         """Replace the weights by their quantized values on ``device`` in ``dtype``, one by one, and merge adapters.
 
-        Change the config to what the model still quantizes, and remove the note.
+        Returns what the model still quantizes.
         """
 
     def hold(self, model: nn.Module) -> AbstractContextManager[None]:

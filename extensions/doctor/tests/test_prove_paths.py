@@ -51,6 +51,7 @@ PATHS: dict[str, tuple[str, ...] | str] = {
     "inference/decode.py:tokens_per_read": ("CUDA graph",),
     "inference/load.py:load_checkpoint": "only chooses the dtype",
     "toolkit_metric/answerer.py:_has_room": CHOICE,
+    "toolkit_quantized/layers.py:_has_room": CHOICE,
     "models/aligned.py:needs_alignment": ("loss, Triton, odd vocabulary",),
     "models/attention.py:sdpa_supports_gqa": ("attention, grouped", "attention, masks", "attention, fp32"),
     "models/attention_dispatch.py:_newer_flash": ("flash, windows", "flash, packed rows", "flash, sinks"),

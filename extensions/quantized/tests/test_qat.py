@@ -29,12 +29,14 @@ from toolkit.checkpoints.weights import load_weights, save_weights
 from toolkit.cli import main
 from toolkit.errors import UserError
 from toolkit.io.safe_parse import read_yaml, write_yaml
+from toolkit.models.block import Block
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT, build_model
 from toolkit.models.lora import is_adapter, without_adapters
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.models.lora_layers import AdaptedLayer
 from toolkit.models.quantize import quantized_layers
+from toolkit.training.model_spec import compile_blocks
 
 INT4 = {"weights": "int4", "group_size": 16, "dtype": "float32"}
 SIZES = {"vocab_size": 128, "block_size": 32, "n_layer": 2, "n_embd": 64, "n_head": 4, "n_query_groups": 2}
@@ -295,7 +297,7 @@ def test_mistakes_are_one_line_before_data_is_read(folder, tmp_path, refusal, ca
         in line
     )
     line = refusal(*words(folder, "pretrain", *cache, "--qat.group_size", "16"))
-    assert line == "toolkit pretrain: --qat.group_size 16: has no effect without --qat.weights int4\n"
+    assert line == "toolkit pretrain: --qat.group_size 16: needs --qat.weights; add it\n"
     monkeypatch.setitem(sys.modules, "torchao", None)
     for name in [name for name in sys.modules if name.startswith("toolkit_quantized.")]:
         monkeypatch.delitem(sys.modules, name)
@@ -345,10 +347,17 @@ def test_objectives_compute_with_quantized_weights(folder, mixed, tmp_path):
     pairs = ["--data", "Preference", "--data.json_path", str(tmp_path / "pairs.jsonl"), "--data.prompt_style", "plain"]
     preference = ["finetune_lora", str(mixed / "final"), *pairs, *BASIC, *SHORT, "--train.max_seq_length", "64"]
     assert main([*preference, "--objective", "DPO", "--out_dir", str(folder / "dpo")]) == 0
-    full = ["finetune_full", str(folder / "base"), *preference[2:], *QUANTIZED, "--precision", "32-true"]
-    assert main([*full, "--objective", "DPO", "--out_dir", str(folder / "dpo-full")]) == 0
+    full = ["finetune_full", str(folder / "base"), *preference[2:], *QUANTIZED, "--precision", "32-true", "--objective"]
+    assert main([*full, "DPO", "--out_dir", str(folder / "dpo-full")]) == 0
     for run in ("dpo", "dpo-full"):
         assert losses(folder / run)[0] == pytest.approx(math.log(2), rel=1e-6)  # the model is its reference
+    rated = [{"prompt": row["prompt"], "completion": row["chosen"], "label": i % 2 == 0} for i, row in enumerate(rows)]
+    (tmp_path / "rated.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rated))
+    kto = [*full, "KTO", "--data.json_path", str(tmp_path / "rated.jsonl")]
+    same = ["--objective.reference_dir", str(shutil.copytree(folder / "base", folder / "copy"))]
+    for run, own in {"kto": [], "kto-named": same}.items():
+        assert main([*kto, *own, "--out_dir", str(folder / run)]) == 0
+        assert losses(folder / run)[0] == pytest.approx(0.5, rel=1e-6)
     teacher = train(folder, "teacher", "pretrain", *QUANTIZED, "--train.max_steps", "1") / "final"
     distill = ["--objective", "Distillation", "--objective.teacher_dir", str(teacher), "--eval.max_new_tokens"]
     divergences = [
@@ -367,6 +376,14 @@ def test_objectives_compute_with_quantized_weights(folder, mixed, tmp_path):
     assert main([*classify, "--out_dir", str(folder / "head")]) == 0
     assert read_model_config(folder / "head" / "final").qat["weights"] == "int4"
     assert main(["classify", str(folder / "head" / "final"), "--texts", str(tmp_path / "texts.jsonl")]) == 0
+
+
+def test_only_quantized_models_compile_with_exact_rounding():
+    with mock.patch.object(nn.Module, "compile"):
+        for qat in (INT4, None):
+            compile_blocks(build(qat), (Block,), longest_ragged=0)
+            inductor = torch._inductor.config
+            assert inductor.emulate_precision_casts == (qat is not None) == inductor.eager_numerics.division_rounding
 
 
 @pytest.mark.slow

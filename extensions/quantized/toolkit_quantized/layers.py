@@ -15,13 +15,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from toolkit.errors import require_option
-from toolkit.models.config import ModelConfig
+from toolkit.models.config import Fields, ModelConfig
 from toolkit.models.gpt import GPT
 from toolkit.models.lora_layers import AdaptedLayer, LoRALinear, replace_linear
 from toolkit.models.mixed_mm import matmul_dtype
 from toolkit.models.moe import LoRAStackedLinear, StackedLinear, grouped_outer_product, grouped_product
 from toolkit.models.quantize import quantized_layers
 from toolkit_quantized.numbers import FakeQuantizer, dequantize, quantize, round_inputs
+from toolkit_quantized.qat import GROUP_SIZE
 
 _MAX_SHARE = 0.8  # of a CUDA device's memory, for tensors with held weights
 
@@ -118,10 +119,10 @@ def attach(model: GPT) -> None:
     """
     quantizer, layers = FakeQuantizer.of(model.config.qat or {}), quantized_layers(model)
     common = math.gcd(*(layer.in_features for _, layer in layers))
+    size = min(common & -common, GROUP_SIZE)
+    fix = f"use {size}" if size > 1 else "no size divides the widths of all layers"
     for name, layer in layers:
-        hint = (
-            f"{name} has {layer.in_features} input features, which these groups do not divide; use {common & -common}"
-        )
+        hint = f"{name} has {layer.in_features} input features, which these groups do not divide; {fix}"
         require_option(layer.in_features % quantizer.group_size == 0, "qat.group_size", quantizer.group_size, hint)
         owner, _, own_name = name.rpartition(".")
         new_class = QUANTIZED[isinstance(layer, StackedLinear)]
@@ -137,10 +138,10 @@ def describe(config: ModelConfig) -> str:
     return f"linear layers compute with {weights} weights in groups of {qat['group_size']}{inputs_text}"
 
 
-def freeze(model: GPT, device: torch.device | str, dtype: torch.dtype | None) -> None:
+def freeze(model: GPT, device: torch.device | str, dtype: torch.dtype | None) -> Fields | None:
     """Replace the weights by their quantized values on ``device`` in ``dtype``, one by one, with adapters merged.
 
-    The config has what the model still quantizes.
+    Returns what the model still quantizes.
     """
     qat = model.config.qat or {}
     *inputs, _ = qat["weights"].split("-")
@@ -150,8 +151,7 @@ def freeze(model: GPT, device: torch.device | str, dtype: torch.dtype | None) ->
         owner, _, own_name = name.rpartition(".")
         new_class = (QUANTIZED if inputs else (nn.Linear, StackedLinear))[isinstance(layer, StackedLinear)]
         replace_linear(model.get_submodule(owner), own_name, new_class, layer.weight)
-    model.config = replace(model.config, qat=qat | {"weights": f"{inputs[0]}-none"} if inputs else None)
-    model.note = type(model).note
+    return qat | {"weights": f"{inputs[0]}-none"} if inputs else None
 
 
 class HeldWeights:

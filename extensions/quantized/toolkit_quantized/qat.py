@@ -41,7 +41,10 @@ class QATArgs:
         require_option(is_valid, "qat.group_size", self.group_size, "must be 2 or more")
         if self.weights in (None, "none"):
             require_option(
-                self.group_size is None, "qat.group_size", self.group_size, "has no effect without --qat.weights int4"
+                self.group_size is None,
+                "qat.group_size",
+                self.group_size,
+                "needs --qat.weights; add it",
             )
 
 
