@@ -11,7 +11,7 @@ from tests.faults.core import Way
 from tests.faults.kill_calls import count_calls
 from tests.faults.shim import Counter
 from tests.faults.states import KINDS, require_intact, require_one_line, require_same_result, run
-from toolkit.training.control_files import SAVE_NOW, STOP
+from toolkit.checkpoints.store import SAVE_NOW, STOP
 
 FILES = ((STOP, 3), (SAVE_NOW, 2), (STOP, 1), (SAVE_NOW, 4), (STOP, 5))
 """Each after a step; SAVE_NOW saves after the next one, which is not saved otherwise."""

@@ -9,10 +9,11 @@ from helpers.compare_runs import assert_same_weights
 from helpers.processes import finish, flags_for, pretrain
 from helpers.s3 import BUCKET, serve
 
+from toolkit.checkpoints.store import SAVE_NOW, STOP
 from toolkit.config import TrainArgs
 from toolkit.errors import GuardError
 from toolkit.training import control_files
-from toolkit.training.control_files import SAVE_NOW, STOP, ControlFiles
+from toolkit.training.control_files import ControlFiles
 from toolkit.training.run import Run
 from toolkit.training.step import StepResult
 

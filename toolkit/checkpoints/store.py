@@ -22,6 +22,7 @@ from toolkit.io.safe_parse import parse_json, read_bounded
 from toolkit.io.tempfiles import TMP, remove, sweep, temporary_path
 
 FINAL, BEST = "final", "best"
+STOP, SAVE_NOW = "STOP", "SAVE_NOW"  # requests to a run, see toolkit/training/control_files.py
 ROLLOUTS = "rollouts"  # what steps trained on, deleted with their checkpoints
 PARTS = ".parts"  # subfolder for parts of checkpoints on the disks of several machines
 WEIGHTS = "lit_model.pth"

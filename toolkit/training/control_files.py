@@ -5,9 +5,9 @@ import time
 import warnings
 from pathlib import Path
 
+from toolkit.checkpoints.store import SAVE_NOW, STOP
 from toolkit.distributed import ranks
 
-STOP, SAVE_NOW = "STOP", "SAVE_NOW"
 LOOK_EVERY_S = 1.0
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.profiler import record_function
 
-from toolkit.checkpoints.store import FINAL
+from toolkit.checkpoints.store import FINAL, SAVE_NOW, STOP
 from toolkit.config import AUTO
 from toolkit.data.batch import Batch
 from toolkit.distributed import ranks
@@ -34,7 +34,7 @@ from toolkit.training.callbacks.loading import load_callbacks
 from toolkit.training.callbacks.registered import make_callbacks, with_checkpointer
 from toolkit.training.callbacks.standard import build_callbacks, finish_run
 from toolkit.training.callbacks.upload import uploads
-from toolkit.training.control_files import SAVE_NOW, STOP, ControlFiles
+from toolkit.training.control_files import ControlFiles
 from toolkit.training.data_reader import DataReader
 from toolkit.training.describe import describe_run
 from toolkit.training.launch import Launch, detect_devices, is_alone, launch_run

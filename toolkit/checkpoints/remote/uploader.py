@@ -14,7 +14,7 @@ from toolkit.checkpoints.manifest import manifest_bytes
 from toolkit.checkpoints.remote import checkpoints
 from toolkit.checkpoints.remote.checkpoints import METRICS
 from toolkit.checkpoints.remote.lease import Lease
-from toolkit.checkpoints.store import FINAL, PARTS, ROLLOUTS, checkpoint_folders, file_names
+from toolkit.checkpoints.store import FINAL, PARTS, ROLLOUTS, SAVE_NOW, STOP, checkpoint_folders, file_names
 from toolkit.errors import one_line
 from toolkit.io.atomic import link_or_copy
 from toolkit.io.storage import Storage, StorageError
@@ -188,12 +188,13 @@ class Uploader:
         self._versions[name] = version
 
     def _outputs(self, folder: Path) -> list[Path]:
-        """Return files below a folder that are outside checkpoints, without hidden files and symbolic links."""
+        """Return files below a folder outside checkpoints, without hidden files, symbolic links, STOP and SAVE_NOW."""
         skipped = {path.name for path in checkpoint_folders(self.out_dir)}
         paths = []
         for root, folders, names in os.walk(folder):
             is_top = Path(root) == self.out_dir
             hidden = [n for n in folders if n.startswith((".", "damaged-")) or (is_top and n in skipped)]
             folders[:] = sorted(set(folders) - set(hidden))
-            paths += [Path(root) / name for name in sorted(names) if not name.startswith(".")]
+            requests = {STOP, SAVE_NOW} if is_top else set()  # another machine would carry them out again
+            paths += [Path(root) / name for name in sorted({*names} - requests) if not name.startswith(".")]
         return [path for path in paths if path.is_file() and not path.is_symlink()]
