@@ -18,7 +18,7 @@ from toolkit.checkpoints.remote import uploader as uploader_module
 from toolkit.checkpoints.remote.download import fetch_files, remote_manifest
 from toolkit.checkpoints.remote.lease import LEASE, Lease
 from toolkit.checkpoints.remote.remote_run import RemoteRun
-from toolkit.checkpoints.store import file_names, newest
+from toolkit.checkpoints.store import STOP, file_names, newest
 from toolkit.errors import UserError
 from toolkit.io.checksums import checksum_files, find_damage
 from toolkit.io.storage import Storage, StorageError
@@ -200,10 +200,12 @@ def test_local_checkpoints_that_were_not_uploaded_are_kept_and_uploaded(tmp_path
     run, lines = prepare(out)
     assert lines == [] and newest(out).name == "step-00000020"
     (out / "logs" / "metrics.csv").write_text("step\n20\n")
+    (out / STOP).touch()
     uploader = run.start_uploads(keep_last=1, report=print)
     assert uploader.wait(10) and store.read("logs/metrics.csv") == b"step\n20\n"  # with the checkpoint
     assert uploader.upload_outputs() is None
     uploader.close()
+    assert STOP not in store.files("")  # another machine would carry it out again
     assert complete(store) == [("step-00000020", 20), ("best", 15)]
     store.write("step-00000030/lit_model.pth", b"")  # incomplete
     assert prepare(out)[1] == []
