@@ -167,7 +167,7 @@ def compile_blocks(module: nn.Module, blocks: tuple[type[nn.Module], ...], longe
     """
     is_exact = False
     if isinstance(module, GPT):
-        is_exact = module.config.qat is not None
+        is_exact = module.config.qat is not None  # so that the export has the integers of training
         loss = module.execution.compiled_loss or True
         module.execute_with(compiled_loss=loss, uniform_length=longest_ragged)
         # selective checkpointing warns about in-place operations such as gpt-oss's; tests cover them

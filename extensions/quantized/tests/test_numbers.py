@@ -57,10 +57,11 @@ def test_a_layer_computes_as_torchao(weights):
     "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_CUDA])]
 )
 @pytest.mark.parametrize(("dtype", "bits"), [(torch.bfloat16, 4), (torch.float16, 8), (torch.float32, 8)])
-def test_compiled_layers_have_the_integers_of_the_export(device, dtype, bits):
+def test_compiled_layers_have_the_integers_of_the_export(device, dtype, bits, request):
     """With adapters. Without is_exact, Inductor omits the rounding to 16 bits: other scales and integers."""
     torch.compiler.reset()
     configure_compiler(any_length=False, is_exact=True)
+    request.addfinalizer(lambda: configure_compiler(any_length=False, is_exact=False))
     generator = torch.Generator().manual_seed(0)
     weight, a, b = (torch.randn(shape, generator=generator).to(device) for shape in ((256, 256), (4, 256), (256, 4)))
 

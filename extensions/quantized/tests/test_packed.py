@@ -196,8 +196,16 @@ def test_what_is_exported_is_said(trained, tiny_models, tmp_path, capsys):
     ("name", "words", "message"),
     [
         ("trained", ["--dtype", "bfloat16"], "--dtype bfloat16: would round the scales, which were trained in float32"),
-        ("llama", ["--quantize", "dense"], "the model was not trained with --qat.weights; use int4, int8 or none"),
-        ("qwen2-moe", ["--quantize", "int4"], "40 input features, which groups of 32 weights do not divide; remove it"),
+        (
+            "llama",
+            ["--quantize", "dense"],
+            "--quantize dense: the model was not trained with --qat.weights; use int4, int8 or none",
+        ),
+        (
+            "qwen2-moe",
+            ["--quantize", "int4"],
+            "has 40 input features, which groups of 32 weights do not divide; remove it, or train with another",
+        ),
     ],
 )
 def test_wrong_exports_are_refused(name, words, message, trained, tiny_models, tmp_path, refusal):

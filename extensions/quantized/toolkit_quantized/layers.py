@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from toolkit.errors import require_option
-from toolkit.models.config import Fields, ModelConfig
+from toolkit.models.config import Fields
 from toolkit.models.gpt import GPT
 from toolkit.models.lora_layers import AdaptedLayer, LoRALinear, replace_linear
 from toolkit.models.mixed_mm import matmul_dtype
@@ -127,15 +127,14 @@ def attach(model: GPT) -> None:
         owner, _, own_name = name.rpartition(".")
         new_class = QUANTIZED[isinstance(layer, StackedLinear)]
         replace_linear(model.get_submodule(owner), own_name, new_class).weight_fake_quantizer = quantizer
-    model.note = describe(model.config)
+    model.note = f"linear layers compute with {describe(model.config.qat or {})}"
 
 
-def describe(config: ModelConfig) -> str:
-    """Return how a model quantizes, as a part of a line."""
-    qat = config.qat or {}
+def describe(qat: Fields) -> str:
+    """Return the weights and inputs of ``ModelConfig.qat`` as a part of a line."""
     *inputs, weights = qat["weights"].split("-")
     inputs_text = f" and inputs rounded to {inputs[0]} per token" if inputs else ""
-    return f"linear layers compute with {weights} weights in groups of {qat['group_size']}{inputs_text}"
+    return f"{weights} weights in groups of {qat['group_size']}{inputs_text}"
 
 
 def freeze(model: GPT, device: torch.device | str, dtype: torch.dtype | None) -> Fields | None:

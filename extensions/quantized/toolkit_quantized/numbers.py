@@ -1,6 +1,6 @@
 """Integers and scales of quantized weights: the same in training, in files and in inference.
 
-They equal those of an IntxFakeQuantizer of torchao with its default scales, for a weight in the dtype of matmuls.
+torchao's IntxFakeQuantizer with its default scales has the same, for a weight in the dtype of matmuls.
 """
 
 from __future__ import annotations

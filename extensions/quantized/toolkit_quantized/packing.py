@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import redirect_stderr
-from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -51,7 +50,7 @@ class Packing:
             *inputs, weights = qat["weights"].split("-")
             stored = qat | {"weights": weights}
             how += "; inputs are not rounded" * len(inputs)
-        self.note = f"{describe(replace(model, qat=stored)).removeprefix('linear layers compute with ')}, {how}"
+        self.note = f"{describe(stored)}, {how}"
         self._layers = {f"{name}.weight": layer for name, layer in quantized_layers(model_on_meta(model))}
         for name, layer in self._layers.items():
             hint = f"{name} has {layer.in_features} input features, which groups of {GROUP_SIZE} weights do not divide"
